@@ -1,0 +1,70 @@
+"""Engines with random weights for benchmarks, their command-line options, and the times of their steps."""
+
+import argparse
+import time
+from typing import Any
+
+from bench.common import parser
+from bench.models import model_config
+from jaxvllm import Engine
+
+
+def engine_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Options of every benchmark that runs an engine."""
+    made = parser(doc)
+    made.add_argument("--config", required=True, help="qwen3-0.6b, qwen3-8b, or tiny (to see that it runs)")
+    made.add_argument("--tensor-parallel-size", type=int, default=1)
+    made.add_argument("--max-model-len", type=int, default=4096)
+    made.add_argument("--max-num-seqs", type=int, default=256)
+    made.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    made.add_argument("--block-size", type=int, default=64)
+    made.add_argument("--num-blocks", type=int, help="KV cache blocks (default: what fits)")
+    made.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    made.add_argument("--attention-backend", default="auto")
+    made.add_argument("--async-steps", type=int, default=1)
+    made.add_argument("--decode-buckets", type=_sizes, help="like 1,8,64,256 (default: the engine's table)")
+    made.add_argument("--token-buckets", type=_sizes, help="like 1024,8192")
+    return made
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+ENGINE_OPTIONS = (
+    "tensor_parallel_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_blocks",
+    "gpu_memory_utilization",
+    "attention_backend",
+    "async_steps",
+    "decode_buckets",
+    "token_buckets",
+)
+
+
+class TimedEngine(Engine):
+    """An engine that notes when each turn of its loop ended (seconds of time.perf_counter), in `turns`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.turns: list[float] = []
+        super().__init__(*args, **options)
+
+    def _advance(self) -> Any:
+        finished = super()._advance()
+        self.turns.append(time.perf_counter())
+        return finished
+
+
+def make_engine(args: argparse.Namespace) -> TimedEngine:
+    """The engine that the options describe, with random weights made on the device."""
+    return TimedEngine(model_config(args.config), **{name: getattr(args, name) for name in ENGINE_OPTIONS})
+
+
+def label(args: argparse.Namespace) -> str:
+    """How rows name the configuration: "qwen3-8b tp2"; one device isn't mentioned."""
+    parallel = args.tensor_parallel_size
+    return args.config if parallel == 1 else f"{args.config} tp{parallel}"

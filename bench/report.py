@@ -1,0 +1,168 @@
+"""Turns the rows of bench/results into the README's tables, and into pictures where matplotlib is installed.
+
+python -m bench.report              rewrites the part of README.md between the two markers
+python -m bench.report --check      changes nothing; exit status 1 if that part isn't what the rows give
+python -m bench.report --pictures   also writes bench/results/*.png
+
+Of several rows for the same case and device the last one counts.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bench.common import RESULTS, ROOT
+
+BEGIN, END = "<!-- bench.report: begin -->", "<!-- bench.report: end -->"
+PEERS = ROOT / "bench" / "peers.json"
+TITLES = {
+    "throughput": "Whole runs",
+    "steps": "Single steps",
+    "ceilings": "Ceilings of the machine",
+    "host": "Host work of a decode step",
+}
+Rows = list[dict[str, Any]]
+
+
+def read_rows(folder: Path) -> Rows:
+    """The last row of each (bench, case, device), in the order in which they first appeared."""
+    latest: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if all(key in row for key in ("bench", "case", "value", "unit", "device")):
+                latest[row["bench"], row["case"], row["device"]] = row
+    return list(latest.values())
+
+
+def tables(rows: Rows, peers: dict[str, Any]) -> str:
+    """Markdown: one table for each benchmark and device, each followed by where its figures come from."""
+    parts: list[str] = []
+    for bench in TITLES:
+        mine = [row for row in rows if row["bench"] == bench]
+        for device in dict.fromkeys(row["device"] for row in mine):
+            of_device = [row for row in mine if row["device"] == device]
+            parts.append(f"**{TITLES[bench]}, {device}**\n")
+            parts.append(_table(of_device, peers if peers["device"] in device else None))
+            parts.append(_origins(of_device))
+    if not parts:
+        return "No figures are recorded yet.\n"
+    if any(row["case"] in peers["figures"] and peers["device"] in row["device"] for row in rows):
+        parts.append(f"Peers: {peers['conditions']}\n")
+    return "\n".join(parts)
+
+
+def _table(rows: Rows, peers: dict[str, Any] | None) -> str:
+    compared = peers is not None and any(row["case"] in peers["figures"] for row in rows)
+    others = peers["columns"] if compared and peers else []
+    limits = ["hardware's limit"] if any(row.get("floor") is not None for row in rows) else []
+    columns = ["", "jaxvllm" if others else "measured", *others, *limits, "unit"]
+    lines = [_line(columns), _line(["---"] + ["---:"] * (len(columns) - 2) + ["---"])]
+    for row in rows:
+        figures = [row["value"]]
+        if peers and others:
+            figures += peers["figures"].get(row["case"], [None] * len(others))
+        figures += [row["floor"]] if limits else []
+        lines.append(_line([row["case"], *map(_number, figures), row["unit"]]))
+    return "\n".join(lines) + "\n"
+
+
+def _origins(rows: Rows) -> str:
+    keys = ("command", "commit", "date", "jax")
+    origins = dict.fromkeys(tuple(row.get(key) for key in keys) for row in rows)
+    return (
+        "\n".join(f"`{o[0]}` at commit {o[1] or '(unknown)'}, {o[2]}, jax {o[3]}.  " for o in origins) + "\n"
+    )
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None) -> str:
+    """Four significant digits; thousands get commas."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def replaced(text: str, inside: str) -> str:
+    """`text` with the part between the markers replaced; ValueError if they aren't there once, in order."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"README.md must hold {BEGIN!r} and {END!r} once each, in this order")
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{inside}\n{END}{rest.partition(END)[2]}"
+
+
+def draw(rows: Rows, peers: dict[str, Any], folder: Path) -> list[Path]:
+    """One picture a configuration: decode step times by batch size, with peers and the hardware's limit."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn = []
+    steps = [row for row in rows if row["bench"] == "steps" and " decode batch " in row["case"]]
+    for name in dict.fromkeys((row["case"].partition(" decode batch ")[0], row["device"]) for row in steps):
+        config, device = name
+        mine = sorted(
+            (int(row["case"].rpartition(" ")[2]), row)
+            for row in steps
+            if row["case"].startswith(f"{config} decode batch ") and row["device"] == device
+        )
+        batches = [batch for batch, _ in mine]
+        figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+        axes.plot(batches, [row["value"] for _, row in mine], "o-", label="jaxvllm")
+        if peers["device"] in device:
+            for n, peer in enumerate(peers["columns"]):
+                figures = [(b, peers["figures"].get(row["case"], [None] * 9)[n]) for b, row in mine]
+                known = [(b, value) for b, value in figures if value is not None]
+                if known:
+                    axes.plot(*zip(*known, strict=True), "s--", label=peer)
+        limits = [(b, row["floor"]) for b, row in mine if row["floor"] is not None]
+        if limits:
+            axes.plot(*zip(*limits, strict=True), "k:", label="hardware's limit")
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlabel="sequences in the step",
+            ylabel="ms",
+            title=f"{config}, {device}",
+        )
+        axes.set_xticks(batches, [str(batch) for batch in batches])
+        axes.legend()
+        path = folder / f"decode {config} {device}.png".replace(" ", "-").lower()
+        figure.savefig(path, dpi=120)
+        pyplot.close(figure)
+        drawn.append(path)
+    return drawn
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--check", action="store_true", help="only say whether the README is up to date")
+    parser.add_argument("--pictures", action="store_true", help="draw pictures too (needs matplotlib)")
+    args = parser.parse_args(argv)
+    rows, peers = read_rows(args.results), json.loads(PEERS.read_text(encoding="utf-8"))
+    text = args.readme.read_text(encoding="utf-8")
+    new = replaced(text, tables(rows, peers))
+    if args.check:
+        if new != text:
+            print(f"{args.readme} isn't what the rows give: run python -m bench.report", file=sys.stderr)
+        return int(new != text)
+    args.readme.write_text(new, encoding="utf-8")
+    if args.pictures:
+        for path in draw(rows, peers, args.results):
+            print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Checkpoints: Hugging Face folders and our own format, read tensor by tensor; no torch, no GPU.
+
+    load_params(path, table, dtype=..., put=...)   both formats onto the devices, one parameter at a time
+    convert_checkpoint(src, dst)                   Hugging Face -> our format
+    export_hf(src, dst)                            the way back, bit for bit
+    detect(path)                                   "hf" or "jaxvllm"
+    verify_table(path, table)                      raises one CheckpointError that lists every problem
+
+Owns: the files and what can be wrong with them. Must not know: meshes, shardings, engines. Names are loaded
+on first use, so that importing this package imports neither jax nor orbax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxvllm.convert.build import convert_checkpoint, export_hf
+    from jaxvllm.convert.errors import CheckpointError
+    from jaxvllm.convert.load import detect, load_params, open_checkpoint, verify_table
+
+_EXPORTS = {
+    "CheckpointError": "jaxvllm.convert.errors",
+    "convert_checkpoint": "jaxvllm.convert.build",
+    "detect": "jaxvllm.convert.load",
+    "export_hf": "jaxvllm.convert.build",
+    "load_params": "jaxvllm.convert.load",
+    "open_checkpoint": "jaxvllm.convert.load",
+    "verify_table": "jaxvllm.convert.load",
+}
+
+__all__ = [
+    "CheckpointError",
+    "convert_checkpoint",
+    "detect",
+    "export_hf",
+    "load_params",
+    "open_checkpoint",
+    "verify_table",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
+    raise AttributeError(
+        f"module 'jaxvllm.convert' has no attribute {name!r}; it exports {', '.join(__all__)}"
+    )

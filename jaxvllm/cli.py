@@ -1,0 +1,194 @@
+"""The `jaxvllm` command: generate, inspect, convert, replay.
+
+Owns argument parsing and printing. Every import of another room happens inside the command that needs it, so
+that `jaxvllm --help` answers at once.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+EXAMPLES = """examples:
+  jaxvllm generate examples/tiny-kjv --prompt "In the beginning" --max-tokens 64 --seed 1
+  jaxvllm generate Qwen3-0.6B --chat --prompt "Why is the sky blue?" --temperature 0.6 --max-tokens 512
+  jaxvllm generate Qwen3-8B --tensor-parallel-size 2 --prompt "Once" --prompt "Twice" --json
+  jaxvllm inspect Qwen3-0.6B
+  jaxvllm convert Qwen3-0.6B qwen3-0.6b
+  jaxvllm replay tests/traces/*.json
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0, 1 with the reason on stderr, or 2 for wrong usage."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["convert"]:  # these two have parsers of their own: python -m jaxvllm.NAME
+        from jaxvllm.convert.__main__ import main as convert
+
+        return convert(arguments[1:])
+    if arguments[:1] == ["replay"]:
+        from jaxvllm.replay import main as replay
+
+        return replay(arguments[1:])
+    args = make_parser().parse_args(arguments)
+    try:
+        return args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxvllm",
+        description="LLM inference in JAX and Pallas.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_generate(commands.add_parser("generate", help="text from a model", description="Text from a model."))
+    inspect = commands.add_parser("inspect", help="shape and bytes of a model, without loading it")
+    inspect.add_argument("path", metavar="PATH", help="model directory (config.json)")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+    inspect.set_defaults(run=run_inspect)
+    commands.add_parser("convert", help="Hugging Face checkpoint -> ours, and back (jaxvllm convert --help)")
+    commands.add_parser("replay", help="recorded schedules through the scheduler (jaxvllm replay --help)")
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="Hugging Face directory, or one made by jaxvllm convert")
+    parser.add_argument("--prompt", action="append", default=[], help="text; may be given several times")
+    parser.add_argument(
+        "--prompt-ids",
+        action="append",
+        default=[],
+        metavar="IDS",
+        help="token ids, like 1,2,3 (no tokenizer needed)",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="each --prompt is a user message in the chat template"
+    )
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1.0)")
+    sampling.add_argument("--max-tokens", type=int, default=64, help="new tokens at most (default: 64)")
+    sampling.add_argument(
+        "--seed", type=int, help="the same seed gives the same text (prompt n uses SEED + n)"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share the model")
+    engine.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: the checkpoint's")
+    engine.add_argument(
+        "--max-model-len", type=int, help="tokens of a request at most (default: the model's)"
+    )
+    engine.add_argument("--num-blocks", type=int, help="KV cache blocks (default: what fits)")
+    engine.add_argument("--attention-backend", default="auto", help="auto, triton, xla or reference")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    parser.set_defaults(run=run_generate)
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """Completes the prompts with an engine whose steps are compiled as they come up (a start in seconds)."""
+    prompts: list[Any] = [*args.prompt, *map(_parse_ids, args.prompt_ids)]
+    if not prompts:
+        raise ValueError('nothing to do: give --prompt "text" or --prompt-ids 1,2,3')
+    from jaxvllm.sampling_params import SamplingParams
+
+    def params(number: int) -> SamplingParams:
+        seed = None if args.seed is None else args.seed + number
+        return SamplingParams(
+            temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos, seed=seed
+        )
+
+    sampling = [
+        params(number) for number in range(len(prompts))
+    ]  # wrong values are refused before the model loads
+    from jaxvllm.engine import Engine
+
+    options = {
+        name: getattr(args, name)
+        for name in ("tensor_parallel_size", "dtype", "max_model_len", "num_blocks", "attention_backend")
+    }
+    with Engine(args.path, warmup=False, **options) as engine:
+        if args.chat:
+            if engine.tokenizer is None:
+                raise ValueError(f"--chat needs a tokenizer, and {args.path} has none")
+            for n, text in enumerate(args.prompt):
+                prompts[n] = engine.tokenizer.encode_chat([{"role": "user", "content": text}])
+        started = time.perf_counter()
+        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - started
+    shown = [*args.prompt, *args.prompt_ids]
+    for text, output in zip(shown, outputs, strict=True):
+        print(_as_json(output) if args.json else f"> {text}\n{output.text or output.token_ids}\n")
+    tokens = sum(len(output.token_ids) for output in outputs)
+    print(f"{tokens} tokens in {seconds:.1f} s (compilation included)", file=sys.stderr)
+    return 0
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise ValueError(f"--prompt-ids {text!r} must be token ids, like 1,2,3") from None
+
+
+def _as_json(output: Any) -> str:
+    completion = output.outputs[0]
+    return json.dumps(
+        {
+            "prompt": output.prompt,
+            "prompt_token_ids": output.prompt_token_ids,
+            "text": completion.text,
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "num_cached_tokens": output.num_cached_tokens,
+        },
+        ensure_ascii=False,
+    )
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    """Prints what the configuration says: nothing is loaded and no device is touched."""
+    facts = inspect_model(args.path)
+    if args.json:
+        print(json.dumps(facts))
+        return 0
+    for name, value in facts["config"].items():
+        print(f"{name:<28}{value}")
+    print(f"{'tokenizer':<28}{'yes' if facts['tokenizer'] else 'no'}\n")
+    for name, (count, size) in facts["parameters"].items():
+        print(f"{name:<28}{count:>16,} parameters {size / 2**20:>12,.1f} MiB")
+    print(f"{'KV cache':<28}{facts['kv_bytes_per_token']:>16,} bytes a token")
+    return 0
+
+
+def inspect_model(path: str) -> dict[str, Any]:
+    """Configuration, [count, bytes] of the parameters by kind, and KV cache bytes a token."""
+    from dataclasses import asdict
+
+    from jaxvllm.config import DTYPE_BYTES, ModelConfig
+    from jaxvllm.models.qwen3 import param_table
+    from jaxvllm.tokenizer import Tokenizer
+
+    config = ModelConfig.from_dir(path)
+    itemsize = DTYPE_BYTES[config.dtype]
+    counts: dict[str, int] = {}
+    for info in param_table(config).values():
+        kind = info.path.rpartition(".")[2]
+        counts[kind] = counts.get(kind, 0) + info.size
+    counts["total"] = sum(counts.values())
+    return {
+        "config": asdict(config),
+        "tokenizer": Tokenizer.from_dir(path) is not None,
+        "parameters": {kind: [count, count * itemsize] for kind, count in counts.items()},
+        "kv_bytes_per_token": config.kv_bytes_per_token(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,348 @@
+"""ModelConfig and EngineConfig: what a model is and how an engine runs it, frozen and free of jax.
+
+Owns: reading a Hugging Face ``config.json`` (every field that changes the result is implemented or refused by name),
+validating the engine's options, and the environment (the only file that reads or writes ``os.environ``).
+Must not know: jax, arrays, devices.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+ATTENTION_BACKENDS = ("auto", "xla", "triton", "reference", "triton_interpret")
+SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM",)
+
+
+class ConfigError(ValueError):
+    """A configuration that can't be run; the message names the field, the value, the limit and the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding.
+
+    ``rope_type`` "default": inverse frequencies theta^(-2i/D). "yarn": NTK-by-parts interpolation (Peng et al. 2023,
+    arXiv:2309.00071) with ``factor`` over ``original_max_position_embeddings``.
+    """
+
+    theta: float = 10000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> RopeConfig:
+        """From a config.json: ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` (before it)."""
+        raw: dict[str, Any] = dict(config.get("rope_scaling") or {})
+        raw |= config.get("rope_parameters") or {}
+        theta = raw.pop("rope_theta", config.get("rope_theta", 10000.0))
+        rope_type = raw.pop("rope_type", raw.pop("type", "default"))
+        raw.pop("type", None)
+        if rope_type == "default":
+            return cls(theta=float(theta))
+        if rope_type != "yarn":
+            raise ConfigError(f"rope_type={rope_type!r} isn't supported; supported are 'default' and 'yarn'")
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(raw) - known - {"mscale", "mscale_all_dim"})
+        if unknown:
+            raise ConfigError(f"rope_parameters has fields that would be ignored: {', '.join(unknown)}")
+        factor = float(raw["factor"]) if "factor" in raw else 1.0
+        mscale, mscale_all = raw.pop("mscale", None), raw.pop("mscale_all_dim", None)
+        attention_factor = raw.get("attention_factor")
+        if attention_factor is None and mscale and mscale_all:
+            attention_factor = _yarn_mscale(factor, float(mscale)) / _yarn_mscale(factor, float(mscale_all))
+        return cls(
+            theta=float(theta),
+            rope_type="yarn",
+            factor=factor,
+            original_max_position_embeddings=raw.get("original_max_position_embeddings")
+            or config.get("max_position_embeddings"),
+            beta_fast=float(raw.get("beta_fast") or 32.0),
+            beta_slow=float(raw.get("beta_slow") or 1.0),
+            attention_factor=attention_factor,
+            truncate=bool(raw.get("truncate", True)),
+        )
+
+    def frequencies(self, head_dim: int) -> tuple[list[float], float]:
+        """Inverse frequencies (head_dim/2 values) and the factor by which cos and sin are multiplied."""
+        half = head_dim // 2
+        plain = [self.theta ** (-2.0 * i / head_dim) for i in range(half)]
+        if self.rope_type == "default":
+            return plain, 1.0
+        assert self.original_max_position_embeddings is not None
+        length = self.original_max_position_embeddings
+
+        def dimension_of(rotations: float) -> float:  # the dimension that turns this often over the original length
+            return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = dimension_of(self.beta_fast), dimension_of(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        span = (high - low) or 0.001
+        mixed = []
+        for i, frequency in enumerate(plain):
+            interpolate = min(max((i - low) / span, 0.0), 1.0)
+            mixed.append(frequency / self.factor * interpolate + frequency * (1.0 - interpolate))
+        scale = self.attention_factor if self.attention_factor is not None else _yarn_mscale(self.factor, 1.0)
+        return mixed, scale
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A dense Qwen3 model's shape and numerics. ``head_dim`` is its own number, not hidden_size / heads."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    max_position_embeddings: int = 40960
+    tie_word_embeddings: bool = False
+    dtype: str = "bfloat16"
+    eos_token_ids: tuple[int, ...] = ()
+    architecture: str = "Qwen3ForCausalLM"
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                problems.append(f"{name}={getattr(self, name)!r} must be a whole number of at least 1")
+        if not problems and self.num_attention_heads % self.num_key_value_heads:
+            problems.append(
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if not problems and self.head_dim % 2:
+            problems.append(f"head_dim={self.head_dim} must be even (rotary embedding turns pairs)")
+        if self.dtype not in DTYPE_BYTES:
+            problems.append(f"dtype={self.dtype!r} isn't supported; supported are {', '.join(DTYPE_BYTES)}")
+        if self.architecture not in SUPPORTED_ARCHITECTURES:
+            problems.append(
+                f"architecture={self.architecture!r} isn't supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+            )
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    @property
+    def num_groups(self) -> int:
+        """Query heads per key/value head (1 = MHA, all heads = MQA)."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+        """From a Hugging Face config.json (and generation_config.json). What would be ignored is refused by name."""
+        architecture = (config.get("architectures") or [config.get("model_type", "?")])[0]
+        refused = [] if architecture in SUPPORTED_ARCHITECTURES else [f"architectures=[{architecture!r}]"]
+        if config.get("attention_bias"):
+            refused.append("attention_bias=true")
+        if config.get("use_sliding_window"):
+            refused.append("use_sliding_window=true")
+        if set(config.get("layer_types") or ()) - {"full_attention"}:
+            refused.append(f"layer_types with {sorted(set(config['layer_types']) - {'full_attention'})}")
+        if config.get("quantization_config"):
+            method = config["quantization_config"].get("quant_method", "?")
+            refused.append(f"quantization_config (quant_method={method!r})")
+        if config.get("hidden_act", "silu") != "silu":
+            refused.append(f"hidden_act={config['hidden_act']!r}")
+        missing = [n for n in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                               "num_attention_heads") if config.get(n) is None]  # fmt: skip
+        if refused or missing:
+            parts = [f"not supported: {', '.join(refused)}"] if refused else []
+            parts += [f"missing fields: {', '.join(missing)}"] if missing else []
+            raise ConfigError(
+                f"config.json can't be run ({'; '.join(parts)}); supported is dense {SUPPORTED_ARCHITECTURES[0]} "
+                "with full attention, silu, no bias and no quantization"
+            )
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+        return cls(
+            architecture=architecture,
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_hidden_layers=config["num_hidden_layers"],
+            num_attention_heads=config["num_attention_heads"],
+            num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rope=RopeConfig.from_dict(config),
+            max_position_embeddings=config.get("max_position_embeddings", 32768),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            dtype="bfloat16" if dtype == "float16" else dtype,
+            eos_token_ids=_union_of_ids(config.get("eos_token_id"), (generation or {}).get("eos_token_id")),
+        )
+
+    @classmethod
+    def from_dir(cls, path: str | os.PathLike[str]) -> ModelConfig:
+        """Reads config.json and, where it lies beside it, generation_config.json."""
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ConfigError(f"model={str(path)!r} is not a directory; give a folder that holds config.json")
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model={str(path)!r} holds no config.json")
+        generation = folder / "generation_config.json"
+        return cls.from_dict(
+            read_json(folder / "config.json"), read_json(generation) if generation.is_file() else None
+        )
+
+    @classmethod
+    def qwen3_0_6b(cls) -> ModelConfig:
+        """Qwen3-0.6B's published shape."""
+        return cls(vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+                   num_attention_heads=16, num_key_value_heads=8, head_dim=128, rope=RopeConfig(theta=1e6),
+                   tie_word_embeddings=True, eos_token_ids=(151643, 151645))  # fmt: skip
+
+    @classmethod
+    def qwen3_8b(cls) -> ModelConfig:
+        """Qwen3-8B's published shape."""
+        return cls(vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+                   num_attention_heads=32, num_key_value_heads=8, head_dim=128, rope=RopeConfig(theta=1e6),
+                   tie_word_embeddings=False, eos_token_ids=(151643, 151645))  # fmt: skip
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """One JSON object; a broken file is a ConfigError that names it."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} can't be read as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not {type(data).__name__}")
+    return data
+
+
+def _union_of_ids(*values: int | Iterable[int] | None) -> tuple[int, ...]:
+    ids: list[int] = []
+    for value in values:
+        for one in [value] if isinstance(value, int) else (value or ()):
+            if one not in ids:
+                ids.append(one)
+    return tuple(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How an engine runs a model. Fields, defaults and meanings are those of ``Engine``'s keywords.
+
+    A resolved value (an "auto" or None that became a number) goes into a new object (``dataclasses.replace``).
+    """
+
+    tensor_parallel_size: int = 1
+    block_size: int = 64
+    num_blocks: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    scheduling_policy: str = "prefill_first"
+    enable_prefix_caching: bool = True
+    dtype: str | None = None
+    seed: int = 0
+    attention_backend: str = "auto"
+    async_steps: int = 1
+    decode_buckets: tuple[int, ...] | None = None
+    token_buckets: tuple[int, ...] | None = None
+    warmup: bool = True
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name in ("tensor_parallel_size", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+            _check_int(problems, name, getattr(self, name), 1)
+        for name in ("num_blocks", "max_model_len"):
+            if getattr(self, name) is not None:
+                _check_int(problems, name, getattr(self, name), 1)
+        _check_int(problems, "async_steps", self.async_steps, 0)
+        _check_int(problems, "seed", self.seed, 0)
+        if not _is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
+            problems.append(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be above 0 and at most 1")
+        if self.scheduling_policy != "prefill_first":
+            problems.append(f"scheduling_policy={self.scheduling_policy!r} isn't known; known is 'prefill_first'")
+        if self.dtype is not None and self.dtype not in DTYPE_BYTES:
+            problems.append(f"dtype={self.dtype!r} must be one of {', '.join(DTYPE_BYTES)} or None (the checkpoint's)")
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            problems.append(
+                f"attention_backend={self.attention_backend!r} must be one of {', '.join(ATTENTION_BACKENDS)}"
+            )
+        for name in ("decode_buckets", "token_buckets"):
+            sizes = getattr(self, name)
+            if sizes is not None and (not sizes or any(not _is_int(s) or s < 1 for s in sizes)):
+                problems.append(f"{name}={sizes!r} must be whole numbers of at least 1, or None for the default table")
+        if not problems and self.max_num_batched_tokens < self.max_num_seqs:
+            problems.append(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least max_num_seqs="
+                f"{self.max_num_seqs}: raise the first or lower the second"
+            )
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    def resolve(self, model: ModelConfig) -> EngineConfig:
+        """Fills what depends on the model: dtype and max_model_len (at most the model's positions)."""
+        limit = model.max_position_embeddings
+        length = limit if self.max_model_len is None else self.max_model_len
+        if length > limit:
+            raise ConfigError(
+                f"max_model_len={length} is above the model's max_position_embeddings={limit}: lower it, or use a "
+                "checkpoint whose rope_parameters extend its positions"
+            )
+        if self.num_blocks is not None:  # a sequence longer than the pool can't exist
+            length = min(length, self.num_blocks * self.block_size + 1)
+        return replace(self, max_model_len=length, dtype=self.dtype or model.dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_int(problems: list[str], name: str, value: object, low: int) -> None:
+    if not _is_int(value) or value < low:  # type: ignore[operator]
+        problems.append(f"{name}={value!r} must be a whole number of at least {low}")
+
+
+def set_backend_memory_fraction(fraction: float) -> None:
+    """Asks jax's GPU allocator for this share of the device, before the backend starts; a user's own setting stays."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{fraction:.3f}")
+
+
+def backend_memory_fraction() -> float:
+    """The share of a GPU that jax's allocator was told to take (jax's own default is 0.75)."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
+
+
+def compilation_cache_dir() -> str | None:
+    """Where compiled steps are kept between processes: JAXVLLM_CACHE_DIR, else ~/.cache/jaxvllm; "" switches it off."""
+    asked = os.environ.get("JAXVLLM_CACHE_DIR")
+    if asked is not None:
+        return asked or None
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:  # jax reads it by itself
+        return os.environ["JAX_COMPILATION_CACHE_DIR"] or None
+    return str(Path.home() / ".cache" / "jaxvllm" / "compiled")

@@ -1,0 +1,29 @@
+"""The host room: who runs, how many tokens, in which blocks. Standard library, numpy and xxhash; never jax.
+
+Read in this order: `request` (one request's numbers), `block_pool` (the cache as bookkeeping), `rows` (the
+same numbers as arrays), `policy` (who runs: one screen), `scheduler` (schedule, commit, abort), `plan`
+(what crosses to the device).
+"""
+
+from jaxvllm.core.block_pool import BlockPool
+from jaxvllm.core.buckets import Bucket, BucketTable, default_decode_sizes, default_token_sizes
+from jaxvllm.core.plan import PlanLayout, StepPlan, fill_plan
+from jaxvllm.core.request import Request, RequestStatus
+from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.core.step import Counters, ScheduledStep
+
+__all__ = [
+    "BlockPool",
+    "Bucket",
+    "BucketTable",
+    "Counters",
+    "PlanLayout",
+    "Request",
+    "RequestStatus",
+    "ScheduledStep",
+    "Scheduler",
+    "StepPlan",
+    "default_decode_sizes",
+    "default_token_sizes",
+    "fill_plan",
+]

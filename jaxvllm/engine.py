@@ -1,0 +1,306 @@
+"""Engine: the one file that knows every room.
+
+    generate -> tokenizer -> Request -> Scheduler -> StepPlan -> Executor -> tokens -> Scheduler.commit -> outputs
+
+The loop runs one step ahead: step n+1 is dispatched before step n's tokens are read, so the device never waits for the
+host. ``async_steps=0`` is the same code with an immediate commit, and the oracle in the tests.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxvllm import startup
+from jaxvllm.config import EngineConfig, ModelConfig
+from jaxvllm.core.plan import fill_plan
+from jaxvllm.core.request import Request
+from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.core.step import ScheduledStep
+from jaxvllm.inputs import Prompt, parse_params, parse_prompt, parse_prompts
+from jaxvllm.outputs import CompletionOutput, RequestOutput
+from jaxvllm.progress import Progress
+from jaxvllm.runtime.executor import StepHandle
+from jaxvllm.sampling_params import SamplingParams
+from jaxvllm.detokenizer import Detokenizer
+from jaxvllm.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request and what its caller gave; ``stream`` decodes it piece by piece for callers of ``step``."""
+
+    request: Request
+    prompt: Prompt
+    online: bool
+    stream: Detokenizer | None = None
+    text: str = ""
+    num_decoded: int = 0
+
+
+class Engine:
+    """Generates text with a Qwen3 model on local devices.
+
+    model: a directory with a Hugging Face checkpoint, or one made by ``python -m jaxvllm.convert``; a ModelConfig
+        instead gives random weights (benchmarks, tests).
+    tensor_parallel_size: number of local devices that share the model.
+    block_size: tokens per KV cache block. num_blocks: blocks in the pool; None measures how many fit.
+    max_num_seqs: requests that run at the same time. max_num_batched_tokens: tokens in one step.
+    max_model_len: prompt and output tokens of one request; None takes the model's positions.
+    gpu_memory_utilization: share of each device's memory that the engine may use.
+    enable_prefix_caching: reuse the cache of equal prompt beginnings.
+    dtype: "bfloat16" or "float32"; None takes the checkpoint's.
+    seed: key of the noise of requests that bring no seed, and of random weights.
+    attention_backend: "auto", or one of "xla", "triton", "reference".
+    async_steps: steps dispatched ahead of the one whose tokens are read; 0 reads each step at once.
+    decode_buckets, token_buckets: padded batch sizes and token counts to compile; None takes the default tables.
+    warmup: compile every bucket now; False compiles each at its first use.
+
+    Raises ConfigError, CheckpointError (both ValueErrors) naming field, value, limit and the way out.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | ModelConfig, *, tensor_parallel_size: int = 1,
+                 block_size: int = 64, num_blocks: int | None = None, max_num_seqs: int = 256,
+                 max_num_batched_tokens: int = 8192, max_model_len: int | None = None,
+                 gpu_memory_utilization: float = 0.9, scheduling_policy: str = "prefill_first",
+                 enable_prefix_caching: bool = True, dtype: str | None = None, seed: int = 0,
+                 attention_backend: str = "auto", async_steps: int = 1,
+                 decode_buckets: Sequence[int] | None = None, token_buckets: Sequence[int] | None = None,
+                 warmup: bool = True) -> None:  # fmt: skip
+        started = time.perf_counter()
+        asked = EngineConfig(
+            tensor_parallel_size=tensor_parallel_size, block_size=block_size, num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
+            gpu_memory_utilization=gpu_memory_utilization, scheduling_policy=scheduling_policy,
+            enable_prefix_caching=enable_prefix_caching, dtype=dtype, seed=seed,
+            attention_backend=attention_backend, async_steps=async_steps,
+            decode_buckets=None if decode_buckets is None else tuple(decode_buckets),
+            token_buckets=None if token_buckets is None else tuple(token_buckets), warmup=warmup,
+        )  # fmt: skip
+        path = None if isinstance(model, ModelConfig) else Path(model)
+        self.model_config = model if isinstance(model, ModelConfig) else ModelConfig.from_dir(model)
+        self.config = asked.resolve(self.model_config)
+        self.tokenizer = None if path is None else Tokenizer.from_dir(path)
+        self.buckets = startup.bucket_table(self.config)
+        self._executor = startup.make_executor(self.model_config, self.config, self.buckets, path)
+        self.config = replace(self.config, num_blocks=self._executor.num_blocks).resolve(self.model_config)
+        assert self.config.num_blocks is not None and self.config.max_model_len is not None
+        self._scheduler = Scheduler(
+            block_size=block_size, num_blocks=self.config.num_blocks, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, max_model_len=self.config.max_model_len,
+            max_running=max_num_seqs, policy=scheduling_policy, enable_prefix_caching=enable_prefix_caching,
+        )  # fmt: skip
+        self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
+        self._tracked: dict[str, _Tracked] = {}
+        self._changed: dict[str, _Tracked] = {}  # online requests with news that step() hasn't returned yet
+        self._num_requests = 0
+        self._closed = ""
+        self.start_seconds = time.perf_counter() - started
+
+    # Whole batches
+
+    def generate(self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+                 use_tqdm: bool = True) -> list[RequestOutput]:  # fmt: skip
+        """Completes every prompt; outputs in the prompts' order.
+
+        prompts: a string, strings, a list of token ids, lists of ids, numpy or jax arrays of ids.
+        sampling_params: one for all, or one for each prompt; None takes the defaults.
+
+        Raises ValueError for a prompt or parameter that can't be served, before anything runs; the engine goes on.
+        """
+        self._check_open()
+        parsed = parse_prompts(prompts, self._encode, self.model_config.vocab_size)
+        params = parse_params(sampling_params, len(parsed))
+        mine: list[_Tracked] = []
+        try:
+            for prompt, one in zip(parsed, params, strict=True):
+                mine.append(self._add(prompt, one, request_id=None, online=False))
+            with Progress(len(mine), enabled=use_tqdm) as progress:
+                waiting = {tracked.request.request_id for tracked in mine}
+                while waiting:
+                    for request in self._advance():
+                        if request.request_id in waiting:
+                            waiting.discard(request.request_id)
+                            progress.finished_one()
+                    progress.show(self._scheduler.counters)
+            return [self._output(tracked) for tracked in mine]
+        finally:  # an error or an interrupt leaves nothing of this call behind
+            for tracked in mine:
+                self._scheduler.abort(tracked.request.request_id)
+                self._tracked.pop(tracked.request.request_id, None)
+
+    def score(self, token_ids: Any) -> np.ndarray:
+        """Teacher-forced log-probabilities of one sequence, through the same forward and paged cache.
+
+        token_ids: n >= 2 ids (list or array) or a string. Returns float32 [n - 1]: element i is
+        log p(token[i + 1] | token[0..i]) of the raw model distribution (temperature 1). Blocks are borrowed from the
+        pool for the call. Raises ValueError when the sequence doesn't fit, with the numbers.
+        """
+        self._check_open()
+        ids = parse_prompt(token_ids, self._encode, self.model_config.vocab_size, "token_ids").token_ids
+        return startup.score(self._executor, self._scheduler, self.buckets, self.config, ids)
+
+    # Callers that drive the loop themselves
+
+    def add_request(self, prompt: Any, sampling_params: SamplingParams | None = None, *,
+                    request_id: str | None = None) -> str:  # fmt: skip
+        """Queues one prompt and returns its id (the given one, or a new one); ``step`` returns its outputs.
+
+        Raises ValueError for a prompt that can't be served or an id that is in use.
+        """
+        self._check_open()
+        if request_id is not None and request_id in self._tracked:
+            raise ValueError(f"request_id={request_id!r} is in use: wait for its end, abort it, or take another id")
+        parsed = parse_prompt(prompt, self._encode, self.model_config.vocab_size, "prompt")
+        params = parse_params(sampling_params, 1)[0]
+        return self._add(parsed, params, request_id=request_id, online=True).request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step and returns the requests with new tokens or an end, each with all its tokens so far."""
+        self._check_open()
+        if self._scheduler.has_unfinished() or self._in_flight:
+            self._advance()
+        changed, self._changed = self._changed, {}
+        outputs = [self._output(tracked) for tracked in changed.values()]
+        for output in outputs:
+            if output.finished:
+                self._tracked.pop(output.request_id, None)
+        return outputs
+
+    def abort_request(self, request_id: str) -> None:
+        """Ends a request wherever it stands and frees its blocks; ``step`` returns it once more with "abort".
+
+        An unknown or finished id is a no-op.
+        """
+        if self._scheduler.abort(request_id) is not None and self._tracked[request_id].online:
+            self._changed[request_id] = self._tracked[request_id]
+
+    def has_unfinished_requests(self) -> bool:
+        return self._scheduler.has_unfinished() or bool(self._changed)
+
+    # State
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start and the present state; all plain numbers."""
+        scheduler = self._scheduler
+        stats: dict[str, Any] = {"steps": scheduler.counters.steps, **asdict(scheduler.counters)}
+        stats["num_waiting"], stats["num_running"] = scheduler.num_waiting, scheduler.num_running
+        stats["num_blocks"], stats["blocks_free"] = scheduler.pool.num_blocks, scheduler.pool.num_free
+        stats["compiles"] = self._executor.num_compiles
+        stats["compiles_after_warmup"] = self._executor.compiles_after_warmup
+        stats["compile_seconds"] = round(self._executor.compile_seconds, 3)
+        stats["start_seconds"] = round(self.start_seconds, 3)
+        return stats
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what blocks hold (after the weights changed); running requests keep their own blocks."""
+        self._scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Gives the device memory back; any later call raises RuntimeError."""
+        if not self._closed:
+            self._closed = "the engine is closed"
+            self._in_flight.clear()
+            self._executor.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # The loop
+
+    def _advance(self) -> list[Request]:
+        """Schedules and dispatches one step, then commits the oldest one in flight; returns who finished."""
+        step = self._scheduler.schedule()
+        try:
+            if step is not None:
+                bucket = self.buckets.pick(step)
+                buffer = fill_plan(step, self._scheduler, self._executor.layout(bucket))
+                self._in_flight.append((step, self._executor.dispatch(bucket, buffer)))
+            elif not self._in_flight and self._scheduler.has_unfinished():
+                raise RuntimeError(f"nothing can run although requests wait: {self.stats()}")
+            finished: list[Request] = []
+            keep = self.config.async_steps if step is not None else 0
+            while len(self._in_flight) > keep:
+                finished += self._commit(*self._in_flight.popleft())
+            return finished
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt):
+                self._closed = f"the engine stopped at an earlier error: {error}"
+            raise
+
+    def _commit(self, step: ScheduledStep, handle: StepHandle) -> list[Request]:
+        finished = self._scheduler.commit(step, handle.result()[: len(step.requests)])
+        if any(tracked.online for tracked in self._tracked.values()):
+            for request, samples in zip(step.requests, step.samples, strict=True):
+                tracked = self._tracked.get(request.request_id)
+                if samples and tracked is not None and tracked.online:
+                    self._changed[request.request_id] = tracked
+        return finished
+
+    def _add(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None, online: bool) -> _Tracked:
+        index = self._num_requests
+        request = Request.create(
+            request_id if request_id is not None else f"request-{index}", index, prompt.token_ids, params,
+            model_eos=self.model_config.eos_token_ids, engine_seed=self.config.seed,
+        )  # fmt: skip
+        self._scheduler.add(request)
+        self._num_requests += 1
+        stream = self.tokenizer.detokenizer(prompt.token_ids.tolist()) if online and self.tokenizer is not None else None
+        tracked = self._tracked[request.request_id] = _Tracked(request, prompt, online, stream)
+        return tracked
+
+    def _output(self, tracked: _Tracked) -> RequestOutput:
+        request = tracked.request
+        token_ids = request.output_token_ids
+        finished = request.finish_reason is not None
+        completion = CompletionOutput(
+            index=0, text=self._text(tracked, token_ids, finished), token_ids=token_ids,
+            finish_reason=request.finish_reason, stop_reason=request.stop_reason,
+        )  # fmt: skip
+        return RequestOutput(
+            request_id=request.request_id, prompt=tracked.prompt.text,
+            prompt_token_ids=tracked.prompt.token_ids.tolist(), outputs=[completion], finished=finished,
+            num_cached_tokens=request.first_cached_tokens,
+        )  # fmt: skip
+
+    def _text(self, tracked: _Tracked, token_ids: list[int], finished: bool) -> str:
+        if self.tokenizer is None:
+            return ""
+        if tracked.stream is None:
+            return self.tokenizer.decode(token_ids)
+        tracked.text += tracked.stream.push(token_ids[tracked.num_decoded :])
+        if finished:
+            tracked.text += tracked.stream.flush()
+        tracked.num_decoded = len(token_ids)
+        return tracked.text
+
+    def _encode(self, text: str) -> Sequence[int]:
+        if self.tokenizer is None:
+            raise ValueError("a prompt is text, but the model's directory holds no tokenizer: give token ids")
+        return self.tokenizer.encode(text)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(self._closed)
+
+
+def stream_steps(engine: Engine) -> Iterator[RequestOutput]:
+    """Yields the outputs of ``engine.step()`` until nothing is left to do."""
+    while engine.has_unfinished_requests():
+        yield from engine.step()
+
+
+LLM = Engine

@@ -1,0 +1,95 @@
+"""What callers hand to the engine, checked and made uniform: prompts to id arrays, one SamplingParams each.
+
+Owns: every way to write a prompt and the errors for those that aren't one. Must not know: queues, devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxvllm.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt: its text (None when ids were given) and its ids, int32 [num_prompt]."""
+
+    text: str | None
+    token_ids: np.ndarray
+
+
+def is_single(prompts: Any) -> bool:
+    """Whether this is one prompt (a string, one list or 1-d array of ids) and not a list of prompts."""
+    if isinstance(prompts, str):
+        return True
+    if isinstance(prompts, list | tuple):
+        return bool(prompts) and all(isinstance(one, int | np.integer) for one in prompts)
+    return getattr(prompts, "ndim", None) == 1
+
+
+def parse_prompts(prompts: Any, encode: Callable[[str], Sequence[int]] | None, vocab_size: int) -> list[Prompt]:
+    """A string, strings, an id list, id lists, numpy or jax arrays of ids (1-d: one prompt, 2-d: one a row).
+
+    Raises ValueError that names the prompt's index, the fault and the limit.
+    """
+    if is_single(prompts):
+        return [parse_prompt(prompts, encode, vocab_size, "prompt")]
+    if isinstance(prompts, dict | bytes) or not isinstance(prompts, Iterable):
+        raise ValueError(
+            f"prompts is a {type(prompts).__name__}; give a string, a list of token ids, or a list of either"
+        )
+    return [parse_prompt(one, encode, vocab_size, f"prompts[{i}]") for i, one in enumerate(prompts)]
+
+
+def parse_prompt(prompt: Any, encode: Callable[[str], Sequence[int]] | None, vocab_size: int, name: str) -> Prompt:
+    """One prompt; ``name`` is what errors call it."""
+    if isinstance(prompt, str):
+        if encode is None:
+            raise ValueError(f"{name} is text, but the model's directory holds no tokenizer: give token ids")
+        ids = np.asarray(encode(prompt), dtype=np.int64)
+        if ids.size == 0:
+            raise ValueError(f"{name} is empty after tokenization; a prompt needs at least one token")
+        return Prompt(prompt, _check_ids(ids, vocab_size, name))
+    if isinstance(prompt, bytes | dict) or not (isinstance(prompt, Iterable) or hasattr(prompt, "__array__")):
+        raise ValueError(f"{name} is a {type(prompt).__name__}; give a string or a list of token ids")
+    values = prompt if hasattr(prompt, "__array__") else list(prompt)
+    try:
+        ids = np.asarray(values)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"{name} isn't a flat list of token ids: {error}") from error
+    if ids.size == 0:
+        raise ValueError(f"{name} is empty; a prompt needs at least one token")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"{name} must be a flat list of whole numbers, not values of type {ids.dtype} in shape {ids.shape}"
+        )
+    return Prompt(None, _check_ids(ids, vocab_size, name))
+
+
+def _check_ids(ids: np.ndarray, vocab_size: int, name: str) -> np.ndarray:
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        where = int(np.argmax(ids == bad))
+        raise ValueError(f"{name}[{where}]={bad} is no token id: ids go from 0 to {vocab_size - 1}")
+    return ids.astype(np.int32)
+
+
+def parse_params(params: Any, count: int) -> list[SamplingParams]:
+    """One SamplingParams for all prompts, one each, or None for the defaults."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise ValueError(f"sampling_params is a {type(params).__name__}; give a SamplingParams or a list of them")
+    for i, one in enumerate(params):
+        if not isinstance(one, SamplingParams):
+            raise ValueError(f"sampling_params[{i}] is a {type(one).__name__}, not a SamplingParams")
+    if len(params) != count:
+        raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one, or one for each")
+    return list(params)

@@ -1,0 +1,91 @@
+"""How many KV blocks fit: budget - what is used - the largest step's transient peak, in coarse steps.
+
+The transient is XLA's own figure for the largest steps, compiled against a small pool (it doesn't depend on the pool's
+size: the cache is written in place). Owns: this arithmetic. Must not know: what the blocks are for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from jax.sharding import Mesh
+
+from jaxvllm.config import ConfigError, EngineConfig, backend_memory_fraction
+from jaxvllm.core.buckets import Bucket
+from jaxvllm.runtime.executor import Executor, compile_in_threads
+from jaxvllm.runtime.state import kv_block_bytes
+
+logger = logging.getLogger(__name__)
+
+HOST_POOL_BYTES = 1 << 30  # a CPU has no device memory to measure: at most this much
+STEPS_OF_BUDGET = 128  # the count is a compile-time shape: a few MB of difference must not miss the compilation cache
+MARGIN = 0.01  # of the budget, for what the allocator loses between pieces
+
+
+def choose_num_blocks(executor: Executor, buckets: Sequence[Bucket]) -> int:
+    """The number of blocks for ``executor``'s model, measured; its parameters are already on the devices.
+
+    Raises ConfigError when not even one sequence of max_model_len fits.
+    """
+    model, engine, mesh = executor.model, executor.engine, executor.mesh
+    block_bytes = kv_block_bytes(model, engine, mesh.size)
+    assert engine.max_model_len is not None
+    per_sequence = -(-engine.max_model_len // engine.block_size)
+    wanted = engine.max_num_seqs * per_sequence
+    stats = mesh.devices.flat[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return max(min(wanted, HOST_POOL_BYTES // block_bytes), per_sequence)
+    budget = device_budget(engine, stats["bytes_limit"])
+    used = max(device_bytes_in_use(mesh))
+    transient = transient_bytes(executor, buckets)
+    blocks = blocks_that_fit(budget, used, transient, block_bytes)
+    logger.info(
+        "KV cache: %d blocks of %d tokens (%.2f GB) = budget %.2f GB - used %.2f GB - transient %.2f GB",
+        blocks, engine.block_size, blocks * block_bytes / 1e9, budget / 1e9, used / 1e9, transient / 1e9,
+    )  # fmt: skip
+    if blocks < per_sequence:
+        raise ConfigError(
+            f"gpu_memory_utilization={engine.gpu_memory_utilization} leaves room for {max(blocks, 0)} blocks of "
+            f"{engine.block_size} tokens, but one sequence of max_model_len={engine.max_model_len} needs "
+            f"{per_sequence}: lower max_model_len or max_num_batched_tokens, raise gpu_memory_utilization, or use a "
+            "larger tensor_parallel_size"
+        )
+    return blocks
+
+
+def device_budget(engine: EngineConfig, bytes_limit: int) -> int:
+    """Bytes this engine may use on each device: the asked share of the device, or what jax may allocate if less."""
+    asked = int(bytes_limit / backend_memory_fraction() * engine.gpu_memory_utilization)
+    if asked > bytes_limit * 1.001:
+        logger.warning(
+            "gpu_memory_utilization=%s asks for %.2f GB, but jax was started with a limit of %.2f GB, which is used: "
+            "create the Engine before other jax work, or set XLA_PYTHON_CLIENT_MEM_FRACTION",
+            engine.gpu_memory_utilization, asked / 1e9, bytes_limit / 1e9,
+        )  # fmt: skip
+    return min(asked, bytes_limit)
+
+
+def blocks_that_fit(budget: int, used: int, transient: int, block_bytes: int) -> int:
+    """Whole blocks in what is left, rounded down to 1/128 of the budget."""
+    free = budget - used - transient - int(budget * MARGIN)
+    step = max(1, budget // STEPS_OF_BUDGET // block_bytes)
+    return max(0, free // block_bytes // step * step)
+
+
+def device_bytes_in_use(mesh: Mesh) -> list[int]:
+    """Bytes allocated now on each local device of the mesh."""
+    return [(device.memory_stats() or {}).get("bytes_in_use", 0) for device in mesh.devices.flat]
+
+
+def transient_bytes(executor: Executor, buckets: Sequence[Bucket]) -> int:
+    """The largest temporary memory of any step: XLA's figure for the biggest bucket of each kind."""
+    largest = {bucket.kind: bucket for bucket in sorted(buckets, key=lambda b: b.num_tokens)}
+    small_pool = 16
+    compiled = compile_in_threads(lambda b: executor.compile_step(b, small_pool), list(largest.values()))
+    peaks = []
+    for step in compiled.values():
+        analysis = step.memory_analysis()
+        peaks.append(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+    return max(peaks)
+

@@ -1,0 +1,39 @@
+"""Gumbel-max sampling over a sharded vocabulary, without gathering logits.
+
+argmax_i(z_i / T + G_i) with G ~ Gumbel(0, 1) is a draw from softmax(z / T) (Gumbel 1954; Maddison et al. 2014). Scaled
+by T it is argmax_i(z_i + T * G_i): no division, finite at every temperature, and T = 0 is greedy decoding without a
+second code path. Each shard takes the best of its own ids; the (value, id) pairs are reduced over the mesh.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxvllm.kernels.noise import gumbel_noise
+
+
+def sample(logits: jax.Array, temperatures: jax.Array, seeds: jax.Array, positions: jax.Array, *, vocab_size: int,
+           axis: str | None = None) -> jax.Array:  # fmt: skip
+    """One token per row, the same on every shard.
+
+    logits [B, V_local] float32; temperatures [B] float32 (0 = greedy); seeds [B, 2] uint32 (low, high word of the
+    request's seed); positions [B] int32 (number of tokens before the new one); vocab_size: ids at and above it are
+    padding and never sampled. Returns ids [B] int32; equal values give the lowest id at any number of shards.
+    """
+    local_size = logits.shape[-1]
+    start = 0 if axis is None else lax.axis_index(axis) * local_size
+    ids = start + jnp.arange(local_size, dtype=jnp.int32)
+    noise = gumbel_noise(seeds, positions, ids)
+    # beyond 1e30 every finite logit is nothing beside the noise, and the product must not overflow
+    values = logits + jnp.minimum(temperatures, 1e30)[:, None] * noise
+    # a NaN would win every comparison or none; it loses here, and a row of nothing else yields its lowest id
+    values = jnp.where((ids < vocab_size) & ~jnp.isnan(values), values, -jnp.inf)
+    best = jnp.argmax(values, axis=-1).astype(jnp.int32)
+    winner = start + best
+    if axis is None or lax.axis_size(axis) == 1:
+        return winner
+    value = jnp.take_along_axis(values, best[:, None], axis=-1)[:, 0]
+    peak = lax.pmax(value, axis)
+    return lax.pmin(jnp.where(value == peak, winner, jnp.iinfo(jnp.int32).max), axis)

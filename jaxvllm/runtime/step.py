@@ -1,0 +1,91 @@
+"""One step as one function: unpack -> forward -> sample -> next state. Pure, on local shapes; one per bucket.
+
+Owns: how a packed plan becomes arrays, how attention meets the cache, what the step returns. Must not know: the mesh,
+compilation, requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxvllm.config import ModelConfig
+from jaxvllm.core.plan import PlanLayout
+from jaxvllm.kernels import ResolvedBackends, decode_attention, ragged_attention, write_kv
+from jaxvllm.models import qwen3
+from jaxvllm.models.layers import head_logits, token_logprobs
+from jaxvllm.runtime.sampler import sample
+from jaxvllm.runtime.state import DeviceState, KVCache
+
+
+def unpack(buffer: jax.Array, layout: PlanLayout) -> SimpleNamespace:
+    """The plan's named arrays from its one int32 buffer [layout.size]: static slices, bit casts, no copies kept."""
+    plan = {}
+    for name, offset, shape, dtype in layout.fields:
+        size = 1
+        for extent in shape:
+            size *= extent
+        words = lax.slice(buffer, (offset,), (offset + size,)).reshape(shape)
+        plan[name] = words if dtype == "int32" else lax.bitcast_convert_type(words, jnp.dtype(dtype))
+    return SimpleNamespace(**plan)
+
+
+def run_model(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespace, layout: PlanLayout,
+              model: ModelConfig, backends: ResolvedBackends, axis: str) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The forward over the paged cache: hidden states [T, H] and the cache with this step's keys and values."""
+    source = plan.token_src
+    last = state.last_tokens[jnp.clip(source, 0, state.last_tokens.shape[0] - 1)]
+    token_ids = jnp.where(source >= 0, last, plan.token_ids)
+    scale = model.head_dim**-0.5
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+        kv = write_kv(kv, layer, k, v, plan.slot_mapping, backend=backends.write_kv)
+        if layout.bucket.kind == "decode":
+            out = decode_attention(q, kv, layer, plan.block_tables, plan.context_lens, scale=scale,
+                                   backend=backends.decode_attention)  # fmt: skip
+        else:
+            out = ragged_attention(q, kv, layer, plan.block_tables, plan.context_lens, plan.query_start,
+                                   plan.tile_seq, plan.tile_start, scale=scale, query_tile=layout.query_tile,
+                                   backend=backends.ragged_attention)  # fmt: skip
+        return out, kv
+
+    return qwen3.forward(params, model, token_ids, plan.positions, attend, state.cache.kv, axis=axis)
+
+
+def make_step(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackends, axis: str) -> Callable[..., Any]:
+    """(params, state, buffer) -> (state, tokens [B] int32): one step of the bucket that ``layout`` belongs to.
+
+    The head runs on the last token of each sequence only (B rows, never all T tokens).
+    """
+
+    def step(params: Mapping[str, Any], state: DeviceState, buffer: jax.Array) -> tuple[DeviceState, jax.Array]:
+        plan = unpack(buffer, layout)
+        hidden, kv = run_model(params, state, plan, layout, model, backends, axis)
+        if layout.bucket.kind != "decode":
+            hidden = hidden[jnp.maximum(plan.query_start[1:] - 1, 0)]
+        logits = head_logits(qwen3.head_table(params), hidden)
+        tokens = sample(logits, plan.temperatures, plan.seeds, plan.sample_positions, vocab_size=model.vocab_size,
+                        axis=axis)  # fmt: skip
+        last_tokens = state.last_tokens.at[plan.rows].set(tokens, mode="drop")
+        return DeviceState(cache=KVCache(kv=kv), last_tokens=last_tokens), tokens
+
+    return step
+
+
+def make_score(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackends, axis: str) -> Callable[..., Any]:
+    """(params, state, buffer, targets [T] int32) -> (state, logprobs [T] float32) through the same forward."""
+
+    def score(params: Mapping[str, Any], state: DeviceState, buffer: jax.Array, targets: jax.Array
+              ) -> tuple[DeviceState, jax.Array]:  # fmt: skip
+        plan = unpack(buffer, layout)
+        hidden, kv = run_model(params, state, plan, layout, model, backends, axis)
+        logprobs = token_logprobs(qwen3.head_table(params), hidden, targets, vocab_size=model.vocab_size, axis=axis)
+        return state.replace(cache=KVCache(kv=kv)), logprobs  # type: ignore[attr-defined]
+
+    return score
+

@@ -1,0 +1,49 @@
+"""Puts parameters on the mesh: host arrays sharded as their table says, or random ones made on the devices.
+
+Owns: placement. Must not know: files and formats (convert) or what a parameter means (models).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxvllm.models.params import ParamInfo, Table
+from jaxvllm.runtime.mesh import sharding
+
+
+def make_put(mesh: Mesh) -> Callable[[ParamInfo, np.ndarray], jax.Array]:
+    """A function (info, host array of info.shape) -> sharded device array; each device receives its part only."""
+
+    def put(info: ParamInfo, host: np.ndarray) -> jax.Array:
+        assert host.shape == info.shape, (info.path, host.shape, info.shape)
+        target = sharding(mesh, info.axes)
+        return jax.make_array_from_callback(info.shape, target, lambda index: np.ascontiguousarray(host[index]))
+
+    return put
+
+
+def random_params(table: Table, mesh: Mesh, dtype: str, seed: int) -> dict[str, jax.Array]:
+    """Parameters drawn on the devices: normal with each ParamInfo's deviation, ones for norms.
+
+    A parameter's values depend on (seed, path) only, not on the mesh. One compilation per distinct shape.
+    """
+    params = {}
+    root = jax.random.key(seed)
+    for path, info in table.items():
+        target = sharding(mesh, info.axes)
+        key = jax.random.fold_in(root, zlib.crc32(path.encode()))
+        params[path] = _init(key, info.shape, jnp.dtype(dtype), info.init, target)
+    return params
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, std: float | None, target: NamedSharding) -> jax.Array:
+    values = jnp.ones(shape, dtype) if std is None else (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)
+    return jax.lax.with_sharding_constraint(values, target)

@@ -1,0 +1,138 @@
+"""What the engine does once or rarely: buckets, loading, memory, compilation, and scoring one sequence.
+
+Part of the engine's room (it may import every other one), apart from the loop so that the loop reads in one sitting.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxvllm import config as configuration
+from jaxvllm.config import ConfigError, EngineConfig, ModelConfig
+from jaxvllm.core.buckets import BucketTable, default_decode_sizes, default_token_sizes
+from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.kernels import resolve_backend
+from jaxvllm.models import params as tables
+from jaxvllm.models import qwen3
+from jaxvllm.runtime.executor import Executor
+from jaxvllm.runtime.memory import choose_num_blocks
+from jaxvllm.runtime.mesh import make_mesh
+from jaxvllm.runtime.weights import make_put, random_params
+
+logger = logging.getLogger(__name__)
+
+
+def bucket_table(engine: EngineConfig) -> BucketTable:
+    """The engine's buckets: the given sizes, or the defaults; each table must reach its limit."""
+    decode = sorted(engine.decode_buckets or default_decode_sizes(engine.max_num_seqs))
+    tokens = sorted(engine.token_buckets or default_token_sizes(engine.max_num_batched_tokens))
+    for name, sizes, field, limit in (
+        ("decode_buckets", decode, "max_num_seqs", engine.max_num_seqs),
+        ("token_buckets", tokens, "max_num_batched_tokens", engine.max_num_batched_tokens),
+    ):
+        if sizes[-1] != limit:
+            raise ConfigError(f"{name} ends at {sizes[-1]}, but a full step has {field}={limit}: make them equal")
+    return BucketTable(decode, tokens, engine.max_num_seqs)
+
+
+def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable, path: Path | None) -> Executor:
+    """Loads the model onto the mesh, sizes the pool, allocates it and compiles every bucket."""
+    prepare_backend(engine)
+    mesh = make_mesh(engine.tensor_parallel_size)
+    table = qwen3.param_table(model, tp=mesh.size)
+    device = mesh.devices.flat[0]
+    assert engine.dtype is not None and engine.max_model_len is not None
+    backends = resolve_backend(
+        engine.attention_backend, platform=device.platform, device_kind=device.device_kind, head_dim=model.head_dim,
+        block_size=engine.block_size, dtype=engine.dtype,
+        compute_capability=str(getattr(device, "compute_capability", "")),
+    )  # fmt: skip
+    if backends.reason:
+        logger.info("attention: %s", backends.reason)
+    table_width = -(-engine.max_model_len // engine.block_size)
+    executor = Executor(model, engine, mesh, table, backends, table_width)
+    started = time.perf_counter()
+    executor.params = tables.nest(load(path, table, mesh, engine))
+    jax.block_until_ready(executor.params)
+    logger.info("weights: %.2f GB in %.1f s", tables.param_bytes(table, configuration.DTYPE_BYTES[engine.dtype]) / 1e9,
+                time.perf_counter() - started)  # fmt: skip
+    executor.allocate(engine.num_blocks or choose_num_blocks(executor, buckets.all))
+    if engine.warmup:
+        executor.compile_all(buckets.all)
+        logger.info("compiled %d buckets in %.1f s", len(buckets.all), executor.compile_seconds)
+    return executor
+
+
+def load(path: Path | None, table: tables.Table, mesh: Any, engine: EngineConfig) -> Mapping[str, jax.Array]:
+    """Parameters by path: from a checkpoint directory, or random ones (path None)."""
+    assert engine.dtype is not None
+    if path is None:
+        return random_params(table, mesh, engine.dtype, engine.seed)
+    from jaxvllm.convert import load_params  # orbax and tensorstore take a second to import
+
+    return load_params(path, table, dtype=engine.dtype, put=make_put(mesh))
+
+
+def prepare_backend(engine: EngineConfig) -> None:
+    """Before jax's backend starts: its share of GPU memory. Always: where compiled steps are kept."""
+    from jax._src import xla_bridge  # no public way to ask without starting it
+
+    if not xla_bridge.backends_are_initialized():
+        configuration.set_backend_memory_fraction(engine.gpu_memory_utilization)
+    cache = configuration.compilation_cache_dir()
+    if cache is not None and jax.config.jax_compilation_cache_dir is None and jax.default_backend() != "cpu":
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def score(executor: Executor, scheduler: Scheduler, buckets: BucketTable, engine: EngineConfig,
+          ids: np.ndarray) -> np.ndarray:  # fmt: skip
+    """``Engine.score``: ids int32 [n] in chunks of the token budget over borrowed blocks; float32 [n - 1]."""
+    assert engine.max_model_len is not None
+    if not 2 <= ids.size <= engine.max_model_len:
+        raise ValueError(
+            f"token_ids has {ids.size} ids; scoring takes 2 to max_model_len={engine.max_model_len}: "
+            "split the text, or raise max_model_len"
+        )
+    size = engine.block_size
+    needed = -(-ids.size // size)
+    if needed > scheduler.pool.num_free:
+        raise ValueError(
+            f"scoring {ids.size} tokens needs {needed} free blocks, but {scheduler.pool.num_free} are free: "
+            "let running requests finish, or raise num_blocks"
+        )
+    blocks = scheduler.pool.take(needed)
+    try:
+        table = np.asarray(blocks, np.int32)
+        parts = []
+        for start in range(0, ids.size, engine.max_num_batched_tokens):
+            chunk = ids[start : start + engine.max_num_batched_tokens]
+            bucket = buckets.fit("ragged", chunk.size)
+            layout = executor.layout(bucket)
+            buffer = layout.empty()
+            plan = layout.views(buffer)
+            positions = np.arange(start, start + chunk.size, dtype=np.int32)
+            plan.token_ids[: chunk.size] = chunk
+            plan.positions[: chunk.size] = positions
+            plan.slot_mapping[: chunk.size] = table[positions // size] * size + positions % size
+            plan.context_lens[0] = start + chunk.size
+            plan.block_tables[0, : table.size] = table
+            plan.query_start[1:] = chunk.size
+            tiles = np.arange(0, chunk.size, layout.query_tile, dtype=np.int32)
+            plan.tile_seq[: tiles.size] = 0
+            plan.tile_start[: tiles.size] = tiles
+            targets = np.zeros(bucket.num_tokens, np.int32)
+            following = ids[start + 1 : start + 1 + chunk.size]
+            targets[: following.size] = following
+            parts.append(executor.score(bucket, buffer, targets)[: chunk.size])
+        return np.concatenate(parts)[: ids.size - 1]
+    finally:
+        scheduler.pool.release(blocks)
+

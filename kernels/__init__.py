@@ -1,0 +1,105 @@
+"""Paged attention over a block-structured KV cache: one API, several backends, jax only.
+
+    kv            [L, 2, N, Hkv, P, D]  layers, keys/values, blocks, kv heads, block size, head_dim; float32 or bfloat16
+    block_tables  [B, W] int32          the blocks of each sequence, in order; entries beyond its context are ignored
+    slot          block * P + offset    one token's place in the cache
+
+Query head h belongs to kv head h // G, with G = Hq / Hkv. The layer is an int or an int32 scalar array, so
+that one compiled kernel serves all layers. Slots that no context covers may hold anything, NaN included.
+`backend` is a concrete name (`resolve_backend` chooses); float32 is computed in float32 on every backend,
+never TF32. In a step, write_kv of layer i + 1 has to depend on the attention of layer i (a model's data flow
+does that): else XLA may order them the other way and copy the cache.
+"""
+
+import jax
+
+from .backends import BACKENDS, ResolvedBackends, implementation, resolve_backend
+from .precision import dot_precision, einsum
+from .shapes import check_decode, check_ragged, check_write
+
+__all__ = [
+    "BACKENDS",
+    "ResolvedBackends",
+    "decode_attention",
+    "dot_precision",
+    "einsum",
+    "ragged_attention",
+    "resolve_backend",
+    "write_kv",
+]
+
+
+def write_kv(
+    kv: jax.Array,
+    layer: int | jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    backend: str,
+) -> jax.Array:
+    """The cache with k[t], v[t] of a layer at slot slot_mapping[t]; in place inside a jit that donates kv.
+
+    k, v [T, Hkv, D] in kv's dtype; slot_mapping int32 [T], unique where in range. Slots outside 0..N*P-1,
+    negative ones too, are dropped: nothing of the cache changes. Raises ValueError listing every argument of
+    a wrong shape or dtype.
+    """
+    check_write(kv, k, v, slot_mapping)
+    return implementation("write_kv", backend)(kv, layer, k, v, slot_mapping)
+
+
+def decode_attention(
+    q: jax.Array,
+    kv: jax.Array,
+    layer: int | jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    *,
+    scale: float,
+    backend: str,
+) -> jax.Array:
+    """Attention of one query a sequence over its first context_lens tokens, all written before: [B, Hq, D].
+
+    q [B, Hq, D] in kv's dtype; block_tables int32 [B, W]; context_lens int32 [B], at most W * P, 0 gives
+    zeros. Raises ValueError listing every argument of a wrong shape or dtype.
+    """
+    check_decode(q, kv, block_tables, context_lens)
+    return implementation("decode_attention", backend)(q, kv, layer, block_tables, context_lens, scale=scale)
+
+
+def ragged_attention(
+    q: jax.Array,
+    kv: jax.Array,
+    layer: int | jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_start: jax.Array,
+    tile_seq: jax.Array,
+    tile_start: jax.Array,
+    *,
+    scale: float,
+    query_tile: int,
+    backend: str,
+) -> jax.Array:
+    """Causal attention of packed queries, any number a sequence, over cached prefixes: [T, Hq, D]; pad tokens
+    zero.
+
+    q [T, Hq, D] in kv's dtype; query_start int32 [B + 1]: sequence b's queries are tokens query_start[b] ..
+    query_start[b + 1] - 1 and the last ones of its context_lens[b] tokens, all written before. tile_seq,
+    tile_start int32 [NT]: the work list. A tile is up to query_tile consecutive tokens of one sequence, from
+    tile_start to at most the sequence's end; the tiles cover every query once; tile_seq -1 is no work. Raises
+    ValueError listing every argument of a wrong shape or dtype.
+    """
+    check_ragged(q, kv, block_tables, context_lens, query_start, tile_seq, tile_start, query_tile)
+    return implementation("ragged_attention", backend)(
+        q,
+        kv,
+        layer,
+        block_tables,
+        context_lens,
+        query_start,
+        tile_seq,
+        tile_start,
+        scale=scale,
+        query_tile=query_tile,
+    )

@@ -1,0 +1,110 @@
+"""Which implementation runs: the table of backends and the choice for a device.
+
+Owns the names ("reference", "xla", "triton", "triton_interpret") and what each can do. It must not know how a
+kernel works: an implementation is a module of this folder with a function of the operation's name. A new
+backend is a new file, a line in the table and a rule in `_refusal`.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from .shapes import FLOAT_DTYPES
+
+OPERATIONS = ("write_kv", "decode_attention", "ragged_attention")
+BACKENDS = ("reference", "xla", "triton", "triton_interpret")
+_TRITON = {
+    "write_kv": "kv_write_triton",
+    "decode_attention": "decode_triton",
+    "ragged_attention": "prefill_triton",
+}
+_MIN_TRITON_CAPABILITY = 80  # bfloat16 dots
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedBackends:
+    """One concrete backend name per operation, and why ("" when it is simply what was asked for)."""
+
+    write_kv: str
+    decode_attention: str
+    ragged_attention: str
+    reason: str
+
+
+def resolve_backend(
+    name: str,
+    *,
+    platform: str,
+    head_dim: int,
+    block_size: int,
+    dtype: jax.typing.DTypeLike,
+    device_kind: str = "",
+    compute_capability: str = "",
+) -> ResolvedBackends:
+    """The backends that run for a request of `name` ("auto" or a name of BACKENDS) on a device.
+
+    platform is the device's ("cpu", "gpu"/"cuda"), device_kind its `device_kind` (for the reason),
+    compute_capability its `compute_capability` ("9.0"; "" is taken to be new enough). A backend that can't
+    run there gives way to "xla", operation by operation, with a reason to log. Raises ValueError for an
+    unknown name or dtype.
+    """
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"attention_backend is {name!r}; known are 'auto', {', '.join(map(repr, BACKENDS))}")
+    if jnp.dtype(dtype).name not in FLOAT_DTYPES:
+        raise ValueError(f"dtype is {jnp.dtype(dtype).name}; the kernels support {', '.join(FLOAT_DTYPES)}")
+    if block_size < 1 or head_dim < 1:
+        raise ValueError(f"block_size is {block_size} and head_dim {head_dim}; both have to be at least 1")
+    wanted = "triton" if name == "auto" else name
+    device = device_kind or platform
+    chosen, refusals = {}, []
+    for operation in OPERATIONS:
+        refusal = _refusal(wanted, operation, platform, head_dim, compute_capability)
+        chosen[operation] = "xla" if refusal else wanted
+        if refusal and refusal not in refusals:
+            refusals.append(refusal)
+    if refusals:
+        lost = ", ".join(operation for operation in OPERATIONS if chosen[operation] != wanted)
+        reason = f"xla instead of {wanted} for {lost} on {device}: {'; '.join(refusals)}"
+    else:
+        reason = f"{wanted} on {device}" if name == "auto" else ""
+    return ResolvedBackends(**chosen, reason=reason)
+
+
+def _refusal(backend: str, operation: str, platform: str, head_dim: int, compute_capability: str) -> str:
+    """Why `backend` can't run `operation`, or ""."""
+    if not backend.startswith("triton"):
+        return ""
+    if backend == "triton" and platform not in ("gpu", "cuda"):
+        return f"the triton kernels need a GPU, the platform is {platform} (triton_interpret runs them anywhere, slowly)"
+    if (
+        backend == "triton"
+        and compute_capability
+        and _capability(compute_capability) < _MIN_TRITON_CAPABILITY
+    ):
+        return f"the triton kernels need compute capability 8.0, the device has {compute_capability}"
+    power_of_two = head_dim & (head_dim - 1) == 0
+    if operation != "write_kv" and not (power_of_two and 16 <= head_dim <= 256):
+        return f"the triton attention kernels need a head_dim that is a power of two in 16..256, it is {head_dim}"
+    return ""
+
+
+def _capability(text: str) -> int:
+    major, _, minor = text.partition(".")
+    return 10 * int(major) + int(minor or 0)
+
+
+def implementation(operation: str, backend: str) -> Callable[..., jax.Array]:
+    """The function of a concrete backend. Its module is imported now, not with the folder.
+
+    Raises ValueError for a name that isn't concrete or isn't known.
+    """
+    if backend not in BACKENDS:
+        hint = "; resolve_backend turns 'auto' into names" if backend == "auto" else ""
+        raise ValueError(f"{operation}: backend is {backend!r}, has to be one of {', '.join(BACKENDS)}{hint}")
+    module_name = _TRITON[operation] if backend.startswith("triton") else backend
+    function = getattr(importlib.import_module(f".{module_name}", __package__), operation)
+    return functools.partial(function, interpret=True) if backend == "triton_interpret" else function

@@ -1,0 +1,92 @@
+"""The command line, end to end on the recorded checkpoints."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxvllm import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden_data"
+
+
+def test_help_answers_without_jax_and_has_examples() -> None:
+    code = (
+        "import sys; from jaxvllm import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: print('jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "jaxvllm generate examples/tiny-kjv" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect", "convert", "replay"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--help"])
+    assert caught.value.code == 0
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_inspect_counts_what_the_file_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Parameters and bytes against the header of the safetensors file itself (no head: it is tied)."""
+    folder = GOLDEN / "yarn_factor_4"
+    raw = (folder / "model.safetensors").read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    header.pop("__metadata__", None)
+    header.pop("lm_head.weight", None)
+    assert {tensor["dtype"] for tensor in header.values()} == {"F32"}
+    num_bytes = sum(tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in header.values())
+
+    assert cli.main(["inspect", str(folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["parameters"]["total"] == [num_bytes // 4, num_bytes]
+    assert facts["tokenizer"] is False
+    config = json.loads((folder / "config.json").read_text())
+    kv = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 4
+    assert facts["kv_bytes_per_token"] == kv
+
+    assert cli.main(["inspect", str(folder)]) == 0
+    assert f"{num_bytes // 4:,} parameters" in capsys.readouterr().out
+
+
+def test_generate_gives_the_recorded_greedy_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = GOLDEN / "yarn_factor_4"
+    case = json.loads((folder / "expected.json").read_text())["cases"][0]
+    ids = ",".join(map(str, case["prompt"]))
+    options = ["--max-tokens", "8", "--temperature", "0", "--ignore-eos", "--num-blocks", "4", "--json"]
+    assert cli.main(["generate", str(folder), "--prompt-ids", ids, *options]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["token_ids"] == case["greedy"][:8]
+    assert out["finish_reason"] == "length"
+    assert out["text"] == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "nowhere", "--prompt", "x"], "nowhere"),
+        (["generate", "nowhere"], "--prompt"),
+        (["generate", "nowhere", "--prompt-ids", "1,a"], "1,a"),
+        (["generate", "nowhere", "--prompt", "x", "--temperature", "nan"], "temperature"),
+        (["inspect", "nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_end_with_a_message_and_status_1(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_replay_and_convert_reach_their_modules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", str(ROOT / "tests" / "traces" / "random_00.json")]) == 0
+    assert "agree" in capsys.readouterr().out
+    assert cli.main(["convert", str(tmp_path / "absent"), str(tmp_path / "made")]) == 1
+    assert not (tmp_path / "made").exists()

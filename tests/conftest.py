@@ -1,0 +1,33 @@
+"""Settings of every test run: the platform is fixed here, before any test imports jax.
+
+By default everything runs on the CPU with 8 fake devices. JAXVLLM_TEST_GPU=1 leaves the platform to jax, for
+`make test-gpu`; tests marked `gpu` are skipped without it. Tests marked `slow` need `--slow`.
+"""
+
+import os
+
+import pytest
+
+NUM_FAKE_DEVICES = 8
+ON_GPU = os.environ.get("JAXVLLM_TEST_GPU", "") not in ("", "0")
+
+if not ON_GPU:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        # level 0: compiling is most of the suite's time, and the arithmetic is the same
+        flag = f"--xla_force_host_platform_device_count={NUM_FAKE_DEVICES} --xla_backend_optimization_level=0"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    without_gpu = pytest.mark.skip(reason="needs a GPU: make test-gpu")
+    too_slow = pytest.mark.skip(reason="slow: pass --slow")
+    for item in items:
+        if "gpu" in item.keywords and not ON_GPU:
+            item.add_marker(without_gpu)
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(too_slow)

@@ -1,0 +1,56 @@
+"""Engines over the tiny recorded checkpoints, and looks inside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxvllm import Engine, SamplingParams
+
+DATA = Path(__file__).parent.parent / "golden_data"
+MODEL = DATA / "tied_head_dim_differs"
+VOCAB = 331
+
+
+def make_engine(model: Path = MODEL, **options: Any) -> Engine:
+    """Small defaults: four sequences, blocks of 4, two buckets to compile."""
+    defaults: dict[str, Any] = {
+        "block_size": 4, "num_blocks": 96, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128,
+    }  # fmt: skip
+    chosen = defaults | options
+    chosen.setdefault("decode_buckets", (chosen["max_num_seqs"],))
+    chosen.setdefault("token_buckets", (chosen["max_num_batched_tokens"],))
+    return Engine(model, **chosen)
+
+
+def random_prompts(count: int, *, seed: int = 0, low: int = 1, high: int = 40) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, rng.integers(low, high)).tolist() for _ in range(count)]
+
+
+def sampled(count: int, *, max_tokens: int = 12) -> list[SamplingParams]:
+    """Every third greedy, the others sampled with a seed of their own."""
+    return [
+        SamplingParams(temperature=0.0 if i % 3 == 0 else 0.9, max_tokens=max_tokens, ignore_eos=True, seed=100 + i)
+        for i in range(count)
+    ]
+
+
+def tokens_of(llm: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def kv_of(llm: Engine) -> np.ndarray:
+    """The whole cache, on the host: [L, 2, N, Hkv, P, D]."""
+    return np.asarray(llm._executor.state.cache.kv)
+
+
+def poison(llm: Engine) -> None:
+    """Fills the whole cache with NaN, as if nothing had ever been written."""
+    executor = llm._executor
+    kv = executor.state.cache.kv
+    bad = jax.device_put(np.full(kv.shape, np.nan, kv.dtype), kv.sharding)
+    executor.state = executor.state.replace(cache=executor.state.cache.replace(kv=bad))

@@ -1,0 +1,206 @@
+"""What callers do to an engine: good input in every form, bad input, aborts, limits. It goes on serving after each."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.device.support import MODEL, VOCAB, make_engine, random_prompts, sampled, tokens_of
+
+import jaxvllm
+from jaxvllm import LLM, Engine, SamplingParams
+from jaxvllm.config import ConfigError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with make_engine(num_blocks=40, max_num_seqs=3) as engine:
+        yield engine
+        engine._scheduler.check_integrity()
+        assert engine.stats()["blocks_free"] == 40
+        assert engine.stats()["compiles_after_warmup"] == 0
+
+
+def drain(llm: Engine) -> dict[str, jaxvllm.RequestOutput]:
+    outputs = {}
+    while llm.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in llm.step()}
+    return outputs
+
+
+def test_every_way_to_write_a_prompt(llm: Engine) -> None:
+    ids = [5, 6, 7]
+    expected = llm.generate([ids], GREEDY, use_tqdm=False)[0].token_ids
+    for prompts in (ids, tuple(ids), np.array(ids), np.array(ids, np.uint8), jnp.array(ids), [np.array(ids)],
+                    np.array([ids]), jnp.array([ids]), [np.int64(5), 6, np.int32(7)]):  # fmt: skip
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output.token_ids for output in outputs] == [expected]
+        assert outputs[0].prompt_token_ids == ids and outputs[0].prompt is None
+    assert llm.generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("text", "no tokenizer"),
+        ([[]], r"prompts\[0\] is empty"),
+        ([[1], [1, VOCAB]], rf"prompts\[1\]\[1\]={VOCAB} is no token id: ids go from 0 to {VOCAB - 1}"),
+        ([[1, -1]], r"prompts\[0\]\[1\]=-1"),
+        ([[1.5, 2.0]], r"prompts\[0\] must be a flat list of whole numbers"),
+        ([[True, False]], "whole numbers"),
+        ([[[1], [2, 3]]], r"prompts\[0\]"),
+        ([None], r"prompts\[0\] is a NoneType"),
+        (3, "prompts is a int"),
+        ({"prompt": "x"}, "prompts is a dict"),
+        ([[2**70]], r"prompts\[0\]"),
+        ([[1] * 200], "max_model_len=128"),
+        ([[1] * 128], "max_model_len=128"),
+    ],
+)
+def test_bad_prompts_are_named_and_nothing_stays_behind(llm: Engine, prompts: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert not llm.has_unfinished_requests()
+    assert len(llm.generate([[1, 2]], GREEDY, use_tqdm=False)[0].token_ids) == 5
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [("x", "sampling_params is a str"), ([GREEDY], "1 entries for 2 prompts"), ([GREEDY, 3], r"sampling_params\[1\]")],
+)
+def test_bad_params(llm: Engine, params: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate([[1], [2]], params, use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_lengths_around_the_limit(llm: Engine) -> None:
+    outputs = llm.generate([[1] * 127, [1] * 126], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True),
+                           use_tqdm=False)  # fmt: skip
+    assert [len(output.token_ids) for output in outputs] == [1, 2]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+
+
+def test_a_lone_request_that_outgrows_the_pool_ends_with_length() -> None:
+    with make_engine(num_blocks=2, max_num_seqs=2) as small:
+        output = small.generate([[1] * 6], SamplingParams(max_tokens=64, ignore_eos=True), use_tqdm=False)[0]
+        assert output.outputs[0].finish_reason == "length" and len(output.token_ids) == 3  # 2 blocks of 4, plus one
+        with pytest.raises(ValueError, match="9"):
+            small.generate([[1] * 20], GREEDY, use_tqdm=False)
+        assert len(small.generate([[1, 2]], GREEDY, use_tqdm=False)[0].token_ids) == 5
+
+
+def test_end_tokens_and_stop_tokens(llm: Engine) -> None:
+    free = llm.generate([[9, 8, 7]], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)[0]
+    third = free.token_ids[2]
+    first_at = free.token_ids.index(third)
+    stopped = llm.generate([[9, 8, 7]], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True,
+                                                       stop_token_ids=[third]), use_tqdm=False)[0]  # fmt: skip
+    assert stopped.token_ids == free.token_ids[: first_at + 1]
+    assert stopped.outputs[0].finish_reason == "stop" and stopped.outputs[0].stop_reason == third
+
+
+def test_ten_thousand_requests_queue_and_are_aborted() -> None:
+    with make_engine(num_blocks=40, max_num_seqs=3, warmup=False) as engine:
+        ids = [engine.add_request([1, 2, i % VOCAB], GREEDY) for i in range(10_000)]
+        assert engine.stats()["num_waiting"] == 10_000
+        for request_id in ids[10:]:
+            engine.abort_request(request_id)
+        outputs = drain(engine)
+        assert len(outputs) == 10_000
+        assert all(len(outputs[request_id].token_ids) == 5 for request_id in ids[:10])
+        assert all(outputs[request_id].outputs[0].finish_reason == "abort" for request_id in ids[10:])
+
+
+def test_aborts_wherever_a_request_stands(llm: Engine) -> None:
+    """Waiting, between two chunks, running, in flight, twice, unknown: the others' tokens don't change."""
+    prompts = random_prompts(5, seed=9, low=60, high=100)
+    params = sampled(5, max_tokens=10)
+    expected = tokens_of(llm, prompts, params)
+    for aborted_after in range(12):
+        ids = [llm.add_request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+        outputs = {}
+        for _ in range(aborted_after):
+            outputs |= {output.request_id: output for output in llm.step()}
+        llm.abort_request(ids[1])
+        llm.abort_request(ids[1])
+        llm.abort_request("nobody")
+        llm._scheduler.check_integrity()
+        outputs |= drain(llm)
+        for i, request_id in enumerate(ids):
+            if i != 1:
+                assert outputs[request_id].token_ids == expected[i]
+        assert outputs[ids[1]].outputs[0].finish_reason == "abort"
+        assert outputs[ids[1]].token_ids == expected[1][: len(outputs[ids[1]].token_ids)]
+        assert llm.stats()["blocks_free"] == 40
+
+
+def test_online_requests_survive_a_generate_in_between(llm: Engine) -> None:
+    expected = llm.generate([[3, 1, 4]], GREEDY, use_tqdm=False)[0].token_ids
+    request_id = llm.add_request([3, 1, 4], GREEDY, request_id="mine")
+    with pytest.raises(ValueError, match="'mine' is in use"):
+        llm.add_request([1], GREEDY, request_id="mine")
+    assert len(llm.generate([[1, 5, 9]] * 4, GREEDY, use_tqdm=False)) == 4
+    assert drain(llm)[request_id].token_ids == expected
+    assert llm.add_request([3], GREEDY, request_id="mine") == "mine"  # free again
+    drain(llm)
+
+
+def test_the_last_block_is_computed_again(llm: Engine) -> None:
+    """A prompt of exactly two blocks, twice: at least one token is computed, both outputs are equal."""
+    llm.reset_prefix_cache()
+    first, second = (llm.generate([[11, 12, 13, 14, 15, 16, 17, 18]], GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert first.token_ids == second.token_ids
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 4)
+
+
+def test_score_borrows_and_returns_blocks(llm: Engine) -> None:
+    before = llm.stats()["blocks_free"]
+    scores = llm.score(list(range(100)))
+    assert scores.shape == (99,) and scores.dtype == np.float32 and (scores < 0).all()
+    assert llm.stats()["blocks_free"] == before
+    with pytest.raises(ValueError, match="max_model_len=128"):
+        llm.score([1] * 129)
+    with pytest.raises(ValueError, match="2 to max_model_len"):
+        llm.score([1])
+
+
+def test_bad_configurations_name_the_field() -> None:
+    for options, message in (
+        ({"block_size": 0}, "block_size=0"),
+        ({"max_model_len": 10_000}, "max_position_embeddings=512"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
+        ({"scheduling_policy": "magic"}, "scheduling_policy='magic'"),
+        ({"attention_backend": "magic"}, "attention_backend='magic'"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"max_num_batched_tokens": 2}, "max_num_batched_tokens=2 must be at least max_num_seqs=4"),
+        ({"token_buckets": (8,)}, "token_buckets ends at 8"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            make_engine(**options)
+    with pytest.raises(ConfigError, match="not a directory"):
+        Engine("/nonexistent/model")
+    with pytest.raises(TypeError, match="blocksize"):
+        make_engine(blocksize=4)
+
+
+def test_closed_engines_say_so_and_llm_is_an_alias() -> None:
+    assert LLM is Engine
+    engine = make_engine(warmup=False)
+    assert engine.stats()["compiles"] == 0
+    engine.generate([[1]], GREEDY, use_tqdm=False)
+    assert engine.stats()["compiles"] == 2 and engine.stats()["compiles_after_warmup"] == 0
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.generate([[1]], GREEDY)
+
+
+def test_every_mix_around_a_bucket_size_compiles_nothing() -> None:
+    with make_engine(MODEL, max_num_seqs=5, decode_buckets=(2, 5), token_buckets=(16, 64)) as engine:
+        for count in (1, 2, 3, 4, 5, 6):
+            for length in (1, 3, 8, 15, 16, 17):
+                prompts = random_prompts(count, seed=count, low=length, high=length + 1)
+                tokens_of(engine, prompts, sampled(count, max_tokens=3))
+        assert engine.stats()["compiles_after_warmup"] == 0 and engine.stats()["compiles"] == 4
