@@ -43,7 +43,7 @@ test-newest:
 	@grep -v -E '^(jax|jaxlib)==' constraints.txt > $(NEWEST)/constraints.txt
 	@$(NEWEST)/bin/python -m pip $(PIP_INSTALL) --upgrade -e '.[dev]' jax -c $(NEWEST)/constraints.txt
 	-$(NEWEST)/bin/python -m pytest -n $(JOBS) --junitxml=$(NEWEST)/report.xml $(TESTS)
-	$(NEWEST)/bin/python scripts/record_newest.py $(NEWEST)/report.xml tests/newest.jsonl
+	$(NEWEST)/bin/python scripts/record_newest.py $(NEWEST)/report.xml tests/newest.jsonl "$(TESTS)"
 
 test-real: $(READY)
 	$(PY) -m pytest -m real $(TESTS)

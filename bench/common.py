@@ -84,9 +84,7 @@ def commit() -> str | None:
 
 def versions() -> dict[str, str]:
     """Versions that a figure depends on."""
-    return {"python": platform.python_version()} | {
-        name: version(name) for name in ("jax", "jaxlib", "numpy", "flax")
-    }
+    return {"python": platform.python_version()} | {name: version(name) for name in ("jax", "jaxlib", "numpy", "flax")}
 
 
 def cpu_name() -> str:

@@ -47,9 +47,7 @@ def make_scheduler(args: argparse.Namespace) -> Scheduler:
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Median microseconds of each part, and of their sum in a step ("total")."""
     scheduler = make_scheduler(args)
-    table = BucketTable(
-        default_decode_sizes(args.running), default_token_sizes(MAX_NUM_BATCHED_TOKENS), args.running
-    )
+    table = BucketTable(default_decode_sizes(args.running), default_token_sizes(MAX_NUM_BATCHED_TOKENS), args.running)
     num_slots = args.running * MAX_MODEL_LEN
     times = []
     layout = None
@@ -59,9 +57,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         marks.append(time.perf_counter())
         assert step is not None
         assert step.kind == "decode"
-        layout = layout or PlanLayout(
-            table.pick(step), MAX_MODEL_LEN // args.block_size, args.running, num_slots
-        )
+        layout = layout or PlanLayout(table.pick(step), MAX_MODEL_LEN // args.block_size, args.running, num_slots)
         marks.append(time.perf_counter())
         fill_plan(step, scheduler, layout)
         marks.append(time.perf_counter())

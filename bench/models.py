@@ -45,9 +45,7 @@ def decode_floor_s(config: ModelConfig, context_lens: Sequence[int]) -> float:
     """Seconds of one decode step over sequences of these context lengths."""
     tokens, batch = sum(context_lens), len(context_lens)
     weights = layer_weights(config) + config.vocab_size * config.hidden_size
-    matrices = max(
-        weights * DTYPE_BYTES[config.dtype] / READ_BYTES_PER_S, 2 * weights * batch / BF16_OPERATIONS_PER_S
-    )
+    matrices = max(weights * DTYPE_BYTES[config.dtype] / READ_BYTES_PER_S, 2 * weights * batch / BF16_OPERATIONS_PER_S)
     return tokens * config.kv_bytes_per_token() / READ_BYTES_PER_S + matrices
 
 

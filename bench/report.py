@@ -73,9 +73,7 @@ def _table(rows: Rows, peers: dict[str, Any] | None) -> str:
 def _origins(rows: Rows) -> str:
     keys = ("command", "commit", "date", "jax")
     origins = dict.fromkeys(tuple(row.get(key) for key in keys) for row in rows)
-    return (
-        "\n".join(f"`{o[0]}` at commit {o[1] or '(unknown)'}, {o[2]}, jax {o[3]}.  " for o in origins) + "\n"
-    )
+    return "\n".join(f"`{o[0]}` at commit {o[1] or '(unknown)'}, {o[2]}, jax {o[3]}.  " for o in origins) + "\n"
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -142,9 +140,7 @@ def draw(rows: Rows, peers: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     parser.add_argument("--check", action="store_true", help="only say whether the README is up to date")

@@ -31,9 +31,7 @@ def warm_up(engine: TimedEngine, max_id: int) -> None:
 
 def run_once(engine: TimedEngine, workload: Workload) -> float:
     """Seconds of the whole workload. Raises RuntimeError if a request got another number of tokens."""
-    params = [
-        SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True) for n in workload.output_lens
-    ]  # fmt: skip
+    params = [SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True) for n in workload.output_lens]
     engine.reset_prefix_cache()
     started = time.perf_counter()
     outputs = engine.generate(workload.prompts, params, use_tqdm=False)

@@ -1,4 +1,5 @@
-"""Prints what an experiment checked and remembers whether all of it held. For the experiments in this folder."""
+"""Prints what an experiment checked and remembers whether all of it held. For the experiments in this
+folder."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ def causal_attend(
 ) -> tuple[jax.Array, None]:
     """q [S, Hq, D], k and v [S, Hkv, D] of ONE sequence -> [S, Hq, D] in v's dtype; use vmap for a batch.
 
-    Scores and softmax in float32, a [Hq, S, S] array: for short sequences. The heads' numbers come from the arrays,
-    so that a shard's share of them works too; query heads h = kv_head * G + g.
+    Scores and softmax in float32, a [Hq, S, S] array: for short sequences. The heads' numbers come from the
+    arrays, so that a shard's share of them works too; query heads h = kv_head * G + g.
     """
     length, kv_heads, precision = q.shape[0], k.shape[1], dot_precision(q.dtype)
     grouped = q.reshape(length, kv_heads, q.shape[1] // kv_heads, config.head_dim)

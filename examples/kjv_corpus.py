@@ -20,7 +20,8 @@ SPLIT_PERIOD, VALIDATION_REMAINDER, HELD_OUT_REMAINDER = 30, 10, 25
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Whole chapters. Parameters are fitted on train; validation picks the checkpoint; held_out is only reported."""
+    """Whole chapters. Parameters are fitted on train; validation picks the checkpoint; held_out is only
+    reported."""
 
     train: list[str]
     validation: list[str]
@@ -28,7 +29,8 @@ class Split:
 
 
 def load_chapters(path: str | Path) -> list[str]:
-    """Reads prepare_kjv.py's file: chapters "heading\\nverse\\n...verse\\n", an empty line between two of them."""
+    """Reads prepare_kjv.py's file: chapters "heading\\nverse\\n...verse\\n", an empty line between two of
+    them."""
     text = Path(path).read_text(encoding="utf-8")
     chapters = [chapter.rstrip("\n") + "\n" for chapter in text.split("\n\n") if chapter.strip()]
     if not chapters:
@@ -48,7 +50,8 @@ def split_chapters(chapters: Sequence[str]) -> Split:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Chapters as token ids. A document is [end_of_text, tokens..., end_of_text]; its first id is never predicted."""
+    """Chapters as token ids. A document is [end_of_text, tokens..., end_of_text]; its first id is never
+    predicted."""
 
     token_ids: list[np.ndarray]  # int32 each
     num_bytes: int  # UTF-8 bytes of the text, the end_of_text ids not counted
@@ -59,7 +62,8 @@ class Documents:
         return sum(len(ids) - 1 for ids in self.token_ids)
 
     def bits_per_byte(self, total_nats: float) -> float:
-        """Turns the summed negative log-likelihood (nats) of all predicted tokens into bits per byte of text."""
+        """Turns the summed negative log-likelihood (nats) of all predicted tokens into bits per byte of
+        text."""
         return total_nats / (math.log(2.0) * self.num_bytes)
 
 

@@ -29,7 +29,11 @@ class Bench:
 
     def __init__(self) -> None:
         self.scheduler = Scheduler(
-            block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=64
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            max_num_seqs=8,
+            max_num_batched_tokens=256,
+            max_model_len=64,
         )
         self.requests: dict[str, Request] = {}
 
@@ -58,7 +62,8 @@ class Bench:
         return request
 
     def num_holders(self, block: int) -> int:
-        """In how many block tables a block is; check_integrity compares this with the pool's reference counts."""
+        """In how many block tables a block is; check_integrity compares this with the pool's reference
+        counts."""
         self.scheduler.check_integrity()
         return sum(block in request.block_table for request in self.requests.values())
 
@@ -68,8 +73,11 @@ def not_published(checks: Checks) -> None:
     bench, prompt = Bench(), list(range(10))  # two full blocks and two tokens
     first, twin = bench.add("first", prompt), bench.add("twin", prompt)
     step = bench.schedule()
-    checks.check("two equal prompts in one step: the second misses", twin.num_cached_tokens == 0,
-                 f"tables {first.block_table} and {twin.block_table}")  # fmt: skip
+    checks.check(
+        "two equal prompts in one step: the second misses",
+        twin.num_cached_tokens == 0,
+        f"tables {first.block_table} and {twin.block_table}",
+    )
     checks.check("so they share no block", not set(first.block_table) & set(twin.block_table))
     early = bench.add("early", prompt)
     ahead = bench.schedule()  # dispatched before the first step's tokens are known
@@ -78,8 +86,11 @@ def not_published(checks: Checks) -> None:
     late = bench.add("late", prompt)
     bench.commit(ahead)
     bench.commit(bench.schedule())
-    checks.check("after the commit a fourth one hits both full blocks", late.num_cached_tokens == 2 * BLOCK_SIZE,
-                 f"{late.num_cached_tokens} tokens, table {late.block_table}")  # fmt: skip
+    checks.check(
+        "after the commit a fourth one hits both full blocks",
+        late.num_cached_tokens == 2 * BLOCK_SIZE,
+        f"{late.num_cached_tokens} tokens, table {late.block_table}",
+    )
 
 
 def published(checks: Checks) -> None:
@@ -89,22 +100,30 @@ def published(checks: Checks) -> None:
     shared = owner.block_table[:2]
     free_before = bench.scheduler.pool.num_free
     sharer = bench.admit("sharer", [*prompt[:9], 77, 78])
-    checks.check("a prompt with the same first 9 tokens uses the owner's two full blocks",
-                 sharer.block_table[:2] == shared, f"tables {owner.block_table} and {sharer.block_table}")  # fmt: skip
+    checks.check(
+        "a prompt with the same first 9 tokens uses the owner's two full blocks",
+        sharer.block_table[:2] == shared,
+        f"tables {owner.block_table} and {sharer.block_table}",
+    )
     checks.check("each of them has two holders", [bench.num_holders(b) for b in shared] == [2, 2])
     checks.check("and only one new block was taken", free_before - bench.scheduler.pool.num_free == 1)
     other = bench.admit("other", [50, 51, 52, 53, *prompt[4:10]])
-    checks.check("an equal second block after a different first one misses: hashes are chained",
-                 other.num_cached_tokens == 0)  # fmt: skip
+    checks.check(
+        "an equal second block after a different first one misses: hashes are chained", other.num_cached_tokens == 0
+    )
     bench.scheduler.abort("owner")
-    checks.check("the owner goes: one holder is left, the blocks stay in use",
-                 [bench.num_holders(b) for b in shared] == [1, 1] and all(map(bench.scheduler.pool.in_use, shared)))  # fmt: skip
+    checks.check(
+        "the owner goes: one holder is left, the blocks stay in use",
+        [bench.num_holders(b) for b in shared] == [1, 1] and all(map(bench.scheduler.pool.in_use, shared)),
+    )
     bench.scheduler.abort("sharer")
     checks.check("the last holder goes: the blocks are free", not any(map(bench.scheduler.pool.in_use, shared)))
     revived = bench.admit("revived", prompt)
-    checks.check("but still found, and revived with one holder",
-                 revived.block_table[:2] == shared and [bench.num_holders(b) for b in shared] == [1, 1],
-                 f"{revived.num_cached_tokens} tokens cached")  # fmt: skip
+    checks.check(
+        "but still found, and revived with one holder",
+        revived.block_table[:2] == shared and [bench.num_holders(b) for b in shared] == [1, 1],
+        f"{revived.num_cached_tokens} tokens cached",
+    )
     for name in ("revived", "other"):
         bench.scheduler.abort(name)
     bench.admit("large", list(range(200, 263)))  # takes all 16 blocks: everything older is overwritten
@@ -119,12 +138,14 @@ def last_block(checks: Checks) -> None:
     bench.admit("owner", prompt)
     for length, hits in ((8, 1), (9, 2), (7, 1), (4, 0), (5, 1)):
         name = f"{length} tokens"
-        request = bench.add(name, (prompt + [8])[:length])
+        request = bench.add(name, [*prompt, 8][:length])
         step = bench.schedule()
         computed = int(step.num_tokens[step.requests.index(request)])
-        checks.check(f"the first {length} tokens again: {hits} of {-(-length // BLOCK_SIZE)} blocks are reused",
-                     request.num_cached_tokens == hits * BLOCK_SIZE and computed == length - hits * BLOCK_SIZE,
-                     f"{request.num_cached_tokens} tokens cached, {computed} computed")  # fmt: skip
+        checks.check(
+            f"the first {length} tokens again: {hits} of {-(-length // BLOCK_SIZE)} blocks are reused",
+            request.num_cached_tokens == hits * BLOCK_SIZE and computed == length - hits * BLOCK_SIZE,
+            f"{request.num_cached_tokens} tokens cached, {computed} computed",
+        )
         bench.commit(step)
         bench.scheduler.abort(name)
 

@@ -7,8 +7,9 @@ With E_i ~ Exp(1) and G_i = -log E_i ~ Gumbel(0, 1), these are one and the same 
     exponential race    argmin_i E_i / p_i   =   argmax_i p_i / E_i     the shortest waiting time wins
     Gumbel-max          argmax_i (log p_i + G_i)   =   argmax_i (z_i / T + G_i)
 
-The engine takes the last form (times T), which needs no softmax and no division by a number near zero. What is drawn
-is compared with softmax by a chi-square test on counts; all seeds are fixed, so the figures are the same in each run.
+The engine takes the last form (times T), which needs no softmax and no division by a number near zero. What
+is drawn is compared with softmax by a chi-square test on counts; all seeds are fixed, so the figures are the
+same in each run.
 """
 
 from __future__ import annotations
@@ -88,30 +89,39 @@ def main() -> int:
         print(f"T = {temperature}: softmax {np.round(target, 4)}")
         print(f"         drawn   {np.round(counts / NUM_DRAWS, 4)}")
         p = against_distribution(counts, target)
-        checks.check(f"T = {temperature}: Gumbel-max over seeds follows softmax", p > ALMOST_SURELY_EQUAL,
-                     f"p = {p:.3f}")  # fmt: skip
+        checks.check(
+            f"T = {temperature}: Gumbel-max over seeds follows softmax", p > ALMOST_SURELY_EQUAL, f"p = {p:.3f}"
+        )
         p = against_distribution(counts_of(engine_draws(temperature, *one_request)), target)
-        checks.check(f"T = {temperature}: and over the positions of one request", p > ALMOST_SURELY_EQUAL,
-                     f"p = {p:.3f}")  # fmt: skip
+        checks.check(
+            f"T = {temperature}: and over the positions of one request", p > ALMOST_SURELY_EQUAL, f"p = {p:.3f}"
+        )
         race = counts_of(race_draws(temperature, rng.exponential(size=(NUM_DRAWS, len(LOGITS)))))
         p = against_distribution(race, target)
-        checks.check(f"T = {temperature}: an exponential race follows softmax", p > ALMOST_SURELY_EQUAL,
-                     f"p = {p:.3f}")  # fmt: skip
+        checks.check(f"T = {temperature}: an exponential race follows softmax", p > ALMOST_SURELY_EQUAL, f"p = {p:.3f}")
         p = against_each_other(counts, race)
         checks.check(f"T = {temperature}: race and Gumbel-max agree", p > ALMOST_SURELY_EQUAL, f"p = {p:.3f}")
         noise = gumbel_noise(*many_requests, jnp.arange(len(LOGITS), dtype=jnp.int32))
         same = float(jnp.mean(race_draws(temperature, jnp.exp(-noise)) == tokens))
-        checks.check(f"T = {temperature}: with the same noise, E = exp(-G), they pick the same tokens",
-                     same >= 0.9999, f"{same:.4%}; rounding may decide a tie")  # fmt: skip
+        checks.check(
+            f"T = {temperature}: with the same noise, E = exp(-G), they pick the same tokens",
+            same >= 0.9999,
+            f"{same:.4%}; rounding may decide a tie",
+        )
 
     p = against_distribution(by_temperature[1.0], softmax(0.5))
     checks.check("the test can tell temperatures apart", p < SURELY_DIFFERENT, f"p = {p:.1e}")
     entropies = [float(-(softmax(t) * np.log(softmax(t))).sum()) for t in TEMPERATURES]
-    checks.check("a higher temperature is a flatter distribution", entropies == sorted(entropies),
-                 f"entropies {np.round(entropies, 3)} nats")  # fmt: skip
+    checks.check(
+        "a higher temperature is a flatter distribution",
+        entropies == sorted(entropies),
+        f"entropies {np.round(entropies, 3)} nats",
+    )
     extremes = {t: np.asarray(engine_draws(t, *many_requests)) for t in (0.0, 1e-30, 1e-4, 1e4, 1e30, 3e38)}
-    checks.check("any temperature from 0 to the largest float32 gives valid tokens",
-                 all(((tokens >= 0) & (tokens < len(LOGITS))).all() for tokens in extremes.values()))  # fmt: skip
+    checks.check(
+        "any temperature from 0 to the largest float32 gives valid tokens",
+        all(((tokens >= 0) & (tokens < len(LOGITS))).all() for tokens in extremes.values()),
+    )
     checks.check("T = 0 is greedy", bool((extremes[0.0] == LOGITS.argmax()).all()))
     flat = np.full(len(LOGITS), 1 / len(LOGITS))
     p = against_distribution(counts_of(extremes[1e30]), flat)

@@ -2,14 +2,14 @@
 
     python examples/tensor_parallel_equivalence.py
 
-Weights keep Hugging Face's layout [out, in], y = x W^T. First by hand, shard after shard in a loop, then the real
-forward and sampler through shard_map over a mesh of 4 devices:
+Weights keep Hugging Face's layout [out, in], y = x W^T. First by hand, shard after shard in a loop, then the
+real forward and sampler through shard_map over a mesh of 4 devices:
 
     column parallel   W cut along out: shards hold different outputs          y = concat(x W_s^T)
-    row parallel      W cut along in, x too: shards hold summands of y        y = sum(x_s W_s^T)     one all-reduce
+    row parallel      W cut along in, x too: shards hold summands of y        y = sum(x_s W_s^T), all-reduce
     qkv               cut along key/value heads, the query heads go with them; fewer heads than shards: copies
     embedding         cut along the vocabulary: a shard has zeros for others' ids, then a sum
-    head              cut along the vocabulary: different logits, nothing is summed, the sampler reduces (max, id)
+    head              cut along the vocabulary: different logits, no sum, the sampler reduces (max, id)
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if FAKE_DEVICES not in os.environ.get("XLA_FLAGS", ""):  # must be set before ja
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from jax.typing import ArrayLike  # noqa: E402
 from checks import Checks  # noqa: E402
-from jax.sharding import PartitionSpec  # noqa: E402
 from dense_attention import causal_attend  # noqa: E402
+from jax.sharding import PartitionSpec  # noqa: E402
+from jax.typing import ArrayLike  # noqa: E402
 
 from jaxvllm.config import ModelConfig  # noqa: E402
 from jaxvllm.models import params as tables  # noqa: E402
@@ -42,7 +42,7 @@ SHARDS = 4
 TOLERANCE = 1e-5  # of the largest value; float32 sums in another order
 CONFIG = ModelConfig(  # 203 ids don't divide by 4: the last shard's table is padded
     vocab_size=203, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
-    num_key_value_heads=4, head_dim=16, max_position_embeddings=64, tie_word_embeddings=False, dtype="float32",
+    num_key_value_heads=4, head_dim=16, max_position_embeddings=64, dtype="float32",
 )  # fmt: skip
 
 Arrays = dict[str, np.ndarray]
@@ -58,7 +58,8 @@ def random_weights(config: ModelConfig) -> Arrays:
 
 
 def stored_for(config: ModelConfig, weights: Arrays, tp: int) -> Arrays:
-    """The canonical parameters as a loader lays them out for ``tp`` shards (copied heads, padded vocabulary)."""
+    """The canonical parameters as a loader lays them out for ``tp`` shards (copied heads, padded
+    vocabulary)."""
     canonical = qwen3.param_table(config)
     checkpoint = {
         source.name: source.take(weights[path]) for path, info in canonical.items() for source in info.sources
@@ -175,7 +176,8 @@ def through_shard_map(checks: Checks, config: ModelConfig, ids: np.ndarray) -> N
         results.append(jax.jit(run)(stored_for(config, weights, shards)))
     (hidden, logits, tokens), (hidden4, logits4, tokens4) = results
     assert isinstance(tokens4, jax.Array)
-    name = f"forward, {config.num_key_value_heads} key/value heads, {'tied' if config.tie_word_embeddings else 'own'} head"
+    head = "tied" if config.tie_word_embeddings else "own"
+    name = f"forward, {config.num_key_value_heads} key/value heads, {head} head"
     close(checks, f"{name}: hidden states on 4 devices are those on 1", hidden4, hidden)
     close(checks, f"{name}: logits too", np.asarray(logits4)[:, : config.vocab_size], logits)
     same = np.array_equal(np.asarray(tokens), np.asarray(tokens4))
@@ -187,7 +189,10 @@ def through_shard_map(checks: Checks, config: ModelConfig, ids: np.ndarray) -> N
 
 def main() -> int:
     if jax.local_device_count() < SHARDS:
-        print(f"{jax.local_device_count()} devices, {SHARDS} needed: run with JAX_PLATFORMS=cpu", file=sys.stderr)
+        print(
+            f"{jax.local_device_count()} devices, {SHARDS} needed: run with JAX_PLATFORMS=cpu",
+            file=sys.stderr,
+        )
         return 1
     checks, weights = Checks(), random_weights(CONFIG)
     rng = np.random.default_rng(1)

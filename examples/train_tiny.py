@@ -1,13 +1,14 @@
 """Trains examples/tiny-kjv: a Qwen3-architecture model of 3.5 million parameters, in minutes on one GPU.
 
-    python examples/prepare_kjv.py .corpus/kjv.txt                         # the text, on a machine with bible-kjv
+    python examples/prepare_kjv.py .corpus/kjv.txt      (needs Debian's package bible-kjv)
     python examples/train_tiny.py --text .corpus/kjv.txt --out examples/tiny-kjv
-    python examples/train_tiny.py --text .corpus/kjv.txt --out /tmp/smoke --device cpu --smoke    # does it run at all
+
+    python examples/train_tiny.py --text .corpus/kjv.txt --out /tmp/smoke --device cpu --smoke --epochs 4
 
 4 MB are little text: the model sees them for many epochs and would learn them by heart. What holds it back is
-variational dropout on the weights (tiny_training.drop_features), weight decay, and the choice of the checkpoint by
-the validation chapters. Several dropout rates are tried one after another (the compiled step is the same) and the
-best is kept; the number of epochs is what fits into --time-limit, at most --epochs.
+variational dropout on the weights (tiny_training.drop_features), weight decay, and the choice of the
+checkpoint by the validation chapters. Several dropout rates are tried one after another (the compiled step is
+the same) and the best is kept; the number of epochs is what fits into --time-limit, at most --epochs.
 
 float32 master weights; forward and backward in bfloat16 on a GPU, float32 on a CPU.
 """
@@ -145,8 +146,13 @@ def main() -> int:
     if args.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
     config = MODEL
-    recipe = replace(DEFAULTS, batch=args.batch, learning_rate=args.learning_rate, weight_decay=args.weight_decay,
-                     seed=args.seed)  # fmt: skip
+    recipe = replace(
+        DEFAULTS,
+        batch=args.batch,
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        seed=args.seed,
+    )
     chapters = load_chapters(args.text)
     if args.smoke:
         config, chapters = SMOKE_MODEL, chapters[:60]
@@ -168,21 +174,27 @@ def main() -> int:
     exact_nats = make_total_nats(config, recipe.context, recipe.batch, jnp.dtype(jnp.float32))
     metrics: dict[str, Any] = {
         "held_out_bits_per_byte": round(held_out.bits_per_byte(exact_nats(stored, held_out.token_ids)), 4),
-        "validation_bits_per_byte": round(validation.bits_per_byte(exact_nats(stored, validation.token_ids)), 4),
-        "kneser_ney_held_out_bits_per_byte": round(kneser_ney_bits_per_byte(train, held_out, config.vocab_size), 4),
+        "validation_bits_per_byte": round(
+            validation.bits_per_byte(exact_nats(stored, validation.token_ids)), 4
+        ),
+        "kneser_ney_held_out_bits_per_byte": round(
+            kneser_ney_bits_per_byte(train, held_out, config.vocab_size), 4
+        ),
         "parameters": sum(weight.size for weight in stored.values()),
         "dropout": best.dropout,
         "epochs": best.history[-1]["epoch"],
         "recipe": asdict(recipe),
         "tokens": {"train": train.num_predicted, "validation": validation.num_predicted,
                    "held_out": held_out.num_predicted},
-        "bytes": {"train": train.num_bytes, "validation": validation.num_bytes, "held_out": held_out.num_bytes},
+        "bytes": {"train": train.num_bytes, "validation": validation.num_bytes,
+                  "held_out": held_out.num_bytes},
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command_line(sys.argv),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "text_sha256": hashlib.sha256(args.text.read_bytes()).hexdigest(),
-        "trials": [{"dropout": t.dropout, "validation": round(t.validation, 4), "history": t.history} for t in trials],
+        "trials": [{"dropout": trial.dropout, "validation_bits_per_byte": round(trial.validation, 4),
+                    "history": trial.history} for trial in trials],
     }  # fmt: skip
     metrics["seconds"] = round(time.monotonic() - begun, 1)
     write_model(args.out, config, stored, tokenizer)
@@ -196,6 +208,14 @@ def main() -> int:
     return 0
 
 
+def command_line(argv: list[str]) -> str:
+    """The command that makes this model again; where it put the folder doesn't matter and isn't kept."""
+    words = list(argv)
+    if "--out" in words:
+        words[words.index("--out") + 1] = "examples/tiny-kjv"
+    return shlex.join(["python", *words])
+
+
 def readme(config: ModelConfig, recipe: Recipe, metrics: dict[str, Any]) -> str:
     """The folder's README.md with this run's figures."""
     return README.format(
@@ -207,14 +227,14 @@ def readme(config: ModelConfig, recipe: Recipe, metrics: dict[str, Any]) -> str:
         device=metrics["device"],
         jax_version=metrics["jax"],
         seconds=metrics["seconds"],
-        settings=f"{metrics['epochs']} epochs, AdamW with learning rate {recipe.learning_rate} and weight decay "
-        f"{recipe.weight_decay}, batches of {recipe.batch} x {recipe.context} tokens, dropout {metrics['dropout']} "
-        f"(the best of {', '.join(str(trial['dropout']) for trial in metrics['trials'])} on validation)",
+        epochs=metrics["epochs"],
+        recipe=recipe,
+        dropout=metrics["dropout"],
+        tried=", ".join(str(trial["dropout"]) for trial in metrics["trials"]),
         held_out_bytes=metrics["bytes"]["held_out"],
         held_out=metrics["held_out_bits_per_byte"],
         kneser_ney=metrics["kneser_ney_held_out_bits_per_byte"],
         validation=metrics["validation_bits_per_byte"],
-        context=recipe.context,
         half_context=recipe.context // 2,
     )
 

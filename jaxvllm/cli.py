@@ -68,22 +68,16 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         metavar="IDS",
         help="token ids, like 1,2,3 (no tokenizer needed)",
     )
-    parser.add_argument(
-        "--chat", action="store_true", help="each --prompt is a user message in the chat template"
-    )
+    parser.add_argument("--chat", action="store_true", help="each --prompt is a user message in the chat template")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1.0)")
     sampling.add_argument("--max-tokens", type=int, default=64, help="new tokens at most (default: 64)")
-    sampling.add_argument(
-        "--seed", type=int, help="the same seed gives the same text (prompt n uses SEED + n)"
-    )
+    sampling.add_argument("--seed", type=int, help="the same seed gives the same text (prompt n uses SEED + n)")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
     engine = parser.add_argument_group("engine")
     engine.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share the model")
     engine.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: the checkpoint's")
-    engine.add_argument(
-        "--max-model-len", type=int, help="tokens of a request at most (default: the model's)"
-    )
+    engine.add_argument("--max-model-len", type=int, help="tokens of a request at most (default: the model's)")
     engine.add_argument("--num-blocks", type=int, help="KV cache blocks (default: what fits)")
     engine.add_argument("--attention-backend", default="auto", help="auto, triton, xla or reference")
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
@@ -103,9 +97,7 @@ def run_generate(args: argparse.Namespace) -> int:
             temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos, seed=seed
         )
 
-    sampling = [
-        params(number) for number in range(len(prompts))
-    ]  # wrong values are refused before the model loads
+    sampling = [params(number) for number in range(len(prompts))]  # wrong values are refused before the model loads
     from jaxvllm.engine import Engine
 
     options = {

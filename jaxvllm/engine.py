@@ -12,10 +12,10 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -26,26 +26,15 @@ from jaxvllm.core.request import Request
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.step import ScheduledStep
 from jaxvllm.inputs import Prompt, parse_params, parse_prompt, parse_prompts
-from jaxvllm.outputs import CompletionOutput, RequestOutput
+from jaxvllm.interrupts import deferred_interrupts
+from jaxvllm.outputs import RequestOutput
 from jaxvllm.progress import Progress
 from jaxvllm.runtime.executor import StepHandle
 from jaxvllm.sampling_params import SamplingParams
-from jaxvllm.detokenizer import Detokenizer
 from jaxvllm.tokenizer import Tokenizer
+from jaxvllm.tracked import Tracked
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """A request and what its caller gave; ``stream`` decodes it piece by piece for callers of ``step``."""
-
-    request: Request
-    prompt: Prompt
-    online: bool
-    stream: Detokenizer | None = None
-    text: str = ""
-    num_decoded: int = 0
 
 
 class Engine:
@@ -91,6 +80,10 @@ class Engine:
         self.model_config = model if isinstance(model, ModelConfig) else ModelConfig.from_dir(model)
         self.config = asked.resolve(self.model_config)
         self.tokenizer = None if path is None else Tokenizer.from_dir(path)
+        self._encode = None if self.tokenizer is None else self.tokenizer.encode
+        self._end_tokens = set(self.model_config.eos_token_ids)  # with the tokenizer's own: the union ends a sequence
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            self._end_tokens.add(self.tokenizer.eos_token_id)
         self.buckets = startup.bucket_table(self.config)
         self._executor = startup.make_executor(self.model_config, self.config, self.buckets, path)
         self.config = replace(self.config, num_blocks=self._executor.num_blocks).resolve(self.model_config)
@@ -101,9 +94,9 @@ class Engine:
             max_running=max_num_seqs, policy=scheduling_policy, enable_prefix_caching=enable_prefix_caching,
         )  # fmt: skip
         self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
-        self._tracked: dict[str, _Tracked] = {}
-        self._changed: dict[str, _Tracked] = {}  # online requests with news that step() hasn't returned yet
-        self._num_requests = 0
+        self._tracked: dict[str, Tracked] = {}
+        self._changed: dict[str, Tracked] = {}  # online requests with news that step() hasn't returned yet
+        self._num_requests = self._num_online = 0
         self._closed = ""
         self.start_seconds = time.perf_counter() - started
 
@@ -121,19 +114,19 @@ class Engine:
         self._check_open()
         parsed = parse_prompts(prompts, self._encode, self.model_config.vocab_size)
         params = parse_params(sampling_params, len(parsed))
-        mine: list[_Tracked] = []
+        mine: list[Tracked] = []
         try:
             for prompt, one in zip(parsed, params, strict=True):
                 mine.append(self._add(prompt, one, request_id=None, online=False))
             with Progress(len(mine), enabled=use_tqdm) as progress:
                 waiting = {tracked.request.request_id for tracked in mine}
-                while waiting:
+                while waiting and self._scheduler.has_unfinished():
                     for request in self._advance():
                         if request.request_id in waiting:
                             waiting.discard(request.request_id)
                             progress.finished_one()
                     progress.show(self._scheduler.counters)
-            return [self._output(tracked) for tracked in mine]
+            return [tracked.output() for tracked in mine]
         finally:  # an error or an interrupt leaves nothing of this call behind
             for tracked in mine:
                 self._scheduler.abort(tracked.request.request_id)
@@ -171,10 +164,10 @@ class Engine:
         if self._scheduler.has_unfinished() or self._in_flight:
             self._advance()
         changed, self._changed = self._changed, {}
-        outputs = [self._output(tracked) for tracked in changed.values()]
+        outputs = [tracked.output() for tracked in changed.values()]
         for output in outputs:
-            if output.finished:
-                self._tracked.pop(output.request_id, None)
+            if output.finished and self._tracked.pop(output.request_id, None) is not None:
+                self._num_online -= 1
         return outputs
 
     def abort_request(self, request_id: str) -> None:
@@ -213,7 +206,7 @@ class Engine:
             self._in_flight.clear()
             self._executor.close()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -222,85 +215,61 @@ class Engine:
     # The loop
 
     def _advance(self) -> list[Request]:
-        """Schedules and dispatches one step, then commits the oldest one in flight; returns who finished."""
-        step = self._scheduler.schedule()
+        """Schedules and dispatches one step, then commits the oldest one in flight; returns who finished.
+
+        Ctrl-C takes effect while it waits for the device, with every step either wholly dispatched or not at all.
+        """
         try:
-            if step is not None:
-                bucket = self.buckets.pick(step)
-                buffer = fill_plan(step, self._scheduler, self._executor.layout(bucket))
-                self._in_flight.append((step, self._executor.dispatch(bucket, buffer)))
-            elif not self._in_flight and self._scheduler.has_unfinished():
-                raise RuntimeError(f"nothing can run although requests wait: {self.stats()}")
+            with deferred_interrupts():
+                step = self._scheduler.schedule()
+                if step is not None:
+                    bucket = self.buckets.pick(step)
+                    buffer = fill_plan(step, self._scheduler, self._executor.layout(bucket))
+                    self._in_flight.append((step, self._executor.dispatch(bucket, buffer)))
             finished: list[Request] = []
             keep = self.config.async_steps if step is not None else 0
             while len(self._in_flight) > keep:
-                finished += self._commit(*self._in_flight.popleft())
+                tokens = self._in_flight[0][1].result()  # waits
+                with deferred_interrupts():
+                    step, _ = self._in_flight.popleft()
+                    finished += self._commit(step, tokens[: len(step.requests)])
             return finished
-        except BaseException as error:
-            if not isinstance(error, KeyboardInterrupt):
-                self._closed = f"the engine stopped at an earlier error: {error}"
+        except Exception as error:
+            self._closed = f"the engine stopped at an earlier error: {error}"
             raise
 
-    def _commit(self, step: ScheduledStep, handle: StepHandle) -> list[Request]:
-        finished = self._scheduler.commit(step, handle.result()[: len(step.requests)])
-        if any(tracked.online for tracked in self._tracked.values()):
-            for request, samples in zip(step.requests, step.samples, strict=True):
+    def _commit(self, step: ScheduledStep, tokens: np.ndarray) -> list[Request]:
+        finished = self._scheduler.commit(step, tokens)
+        if self._num_online:
+            for request, samples in zip(step.requests, step.samples.tolist(), strict=True):
                 tracked = self._tracked.get(request.request_id)
                 if samples and tracked is not None and tracked.online:
                     self._changed[request.request_id] = tracked
         return finished
 
-    def _add(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None, online: bool) -> _Tracked:
+    def _add(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None, online: bool) -> Tracked:
         index = self._num_requests
         request = Request.create(
-            request_id if request_id is not None else f"request-{index}", index, prompt.token_ids, params,
-            model_eos=self.model_config.eos_token_ids, engine_seed=self.config.seed,
+            request_id if request_id is not None else self._new_id(), index, prompt.token_ids, params,
+            model_eos=self._end_tokens, engine_seed=self.config.seed,
         )  # fmt: skip
         self._scheduler.add(request)
         self._num_requests += 1
-        stream = self.tokenizer.detokenizer(prompt.token_ids.tolist()) if online and self.tokenizer is not None else None
-        tracked = self._tracked[request.request_id] = _Tracked(request, prompt, online, stream)
+        self._num_online += online
+        stream = None if self.tokenizer is None else self.tokenizer.detokenizer(prompt.token_ids.tolist())
+        tracked = self._tracked[request.request_id] = Tracked(request, prompt, online, stream)
         return tracked
 
-    def _output(self, tracked: _Tracked) -> RequestOutput:
-        request = tracked.request
-        token_ids = request.output_token_ids
-        finished = request.finish_reason is not None
-        completion = CompletionOutput(
-            index=0, text=self._text(tracked, token_ids, finished), token_ids=token_ids,
-            finish_reason=request.finish_reason, stop_reason=request.stop_reason,
-        )  # fmt: skip
-        return RequestOutput(
-            request_id=request.request_id, prompt=tracked.prompt.text,
-            prompt_token_ids=tracked.prompt.token_ids.tolist(), outputs=[completion], finished=finished,
-            num_cached_tokens=request.first_cached_tokens,
-        )  # fmt: skip
-
-    def _text(self, tracked: _Tracked, token_ids: list[int], finished: bool) -> str:
-        if self.tokenizer is None:
-            return ""
-        if tracked.stream is None:
-            return self.tokenizer.decode(token_ids)
-        tracked.text += tracked.stream.push(token_ids[tracked.num_decoded :])
-        if finished:
-            tracked.text += tracked.stream.flush()
-        tracked.num_decoded = len(token_ids)
-        return tracked.text
-
-    def _encode(self, text: str) -> Sequence[int]:
-        if self.tokenizer is None:
-            raise ValueError("a prompt is text, but the model's directory holds no tokenizer: give token ids")
-        return self.tokenizer.encode(text)
+    def _new_id(self) -> str:
+        """A request id that no caller has taken."""
+        number = self._num_requests
+        while f"request-{number}" in self._tracked:
+            number += 1
+        return f"request-{number}"
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError(self._closed)
-
-
-def stream_steps(engine: Engine) -> Iterator[RequestOutput]:
-    """Yields the outputs of ``engine.step()`` until nothing is left to do."""
-    while engine.has_unfinished_requests():
-        yield from engine.step()
 
 
 LLM = Engine

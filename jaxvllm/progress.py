@@ -11,7 +11,7 @@ SHOW_EVERY_S = 0.25
 
 
 class Progress:
-    """``with Progress(n) as p``: ``p.finished_one()`` per request, ``p.show(tokens)`` per step (drawn 4 times a second).
+    """``with Progress(n) as p``; ``p.finished_one()`` per request, ``p.show(tokens)`` per step, drawn 4 times a second.
 
     The rates are those since the bar began: tokens of each kind over the time spent in steps of that kind isn't known
     while steps overlap, so both are over the whole time.
@@ -48,6 +48,8 @@ class Progress:
         prefill, decode = ((now - then) / seconds for now, then in zip(tokens, self._first, strict=True))
         self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.close()

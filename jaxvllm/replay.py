@@ -1,9 +1,8 @@
-"""Replay recorded schedules: `python -m jaxvllm.replay FILE...`, exit status 0 only if every field of every
-step agrees.
+"""Replay recorded schedules: `python -m jaxvllm.replay FILE...`.
 
-A recording (see tests/traces/README.md) holds a workload, the rule of a stub model, and what the reference
-scheduler did. Here the same workload goes through ours, each step committed at once; the first step that
-differs is printed field by field, with status 1. Must not know about devices.
+A recording (see tests/traces/README.md) holds a workload, the rule of a stub model, and what the reference scheduler
+did. Here the same workload goes through ours, each step committed at once. The exit status is 0 only if every field of
+every step agrees; else the first step that differs is printed, field by field. Must not know about devices.
 """
 
 from __future__ import annotations

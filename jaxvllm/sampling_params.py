@@ -6,7 +6,7 @@ engine checks it against the vocabulary), devices or jax.
 
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ class SamplingParams:
     max_tokens: output tokens at most, >= 1; None leaves only the engine's max_model_len as the limit.
     ignore_eos: the model's own end tokens don't end the request (stop_token_ids still do).
     stop_token_ids: ids (>= 0) that end the request with finish_reason "stop"; any iterable of integers or
-        None, kept as a tuple. The id that ended a request is its stop_reason.
+        None, always kept as a tuple. The id that ended a request is its stop_reason.
     seed: 64-bit key of the request's noise: the same seed gives the same tokens in any batch. None (or -1, as
         in vLLM) lets the engine derive one from its own seed and the request's number.
 
@@ -36,7 +36,7 @@ class SamplingParams:
     temperature: float = 1.0
     max_tokens: int | None = 16
     ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:

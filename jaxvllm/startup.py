@@ -63,10 +63,9 @@ def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable
     jax.block_until_ready(executor.params)
     logger.info("weights: %.2f GB in %.1f s", tables.param_bytes(table, configuration.DTYPE_BYTES[engine.dtype]) / 1e9,
                 time.perf_counter() - started)  # fmt: skip
-    executor.allocate(engine.num_blocks or choose_num_blocks(executor, buckets.all))
-    if engine.warmup:
-        executor.compile_all(buckets.all)
-        logger.info("compiled %d buckets in %.1f s", len(buckets.all), executor.compile_seconds)
+    num_blocks = engine.num_blocks or choose_num_blocks(executor, buckets.all)
+    executor.start(num_blocks, buckets.all if engine.warmup else ())
+    logger.info("compiled %d buckets in %.1f s", executor.num_compiles, executor.compile_seconds)
     return executor
 
 
@@ -124,6 +123,7 @@ def score(executor: Executor, scheduler: Scheduler, buckets: BucketTable, engine
             plan.slot_mapping[: chunk.size] = table[positions // size] * size + positions % size
             plan.context_lens[0] = start + chunk.size
             plan.block_tables[0, : table.size] = table
+            assert plan.query_start is not None and plan.tile_seq is not None and plan.tile_start is not None
             plan.query_start[1:] = chunk.size
             tiles = np.arange(0, chunk.size, layout.query_tile, dtype=np.int32)
             plan.tile_seq[: tiles.size] = 0
@@ -135,4 +135,3 @@ def score(executor: Executor, scheduler: Scheduler, buckets: BucketTable, engine
         return np.concatenate(parts)[: ids.size - 1]
     finally:
         scheduler.pool.release(blocks)
-

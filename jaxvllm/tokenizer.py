@@ -120,9 +120,7 @@ class Tokenizer:
         if self._chat is None:
             self._chat = _load_auto(self._path)
         if not self._chat.chat_template:
-            raise ValueError(
-                f"{self._path} has no chat template (chat_template.jinja or tokenizer_config.json)"
-            )
+            raise ValueError(f"{self._path} has no chat template (chat_template.jinja or tokenizer_config.json)")
         return self._chat.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
         )

@@ -81,8 +81,7 @@ def ragged_attention(
     query_tile: int,
     backend: str,
 ) -> jax.Array:
-    """Causal attention of packed queries, any number a sequence, over cached prefixes: [T, Hq, D]; pad tokens
-    zero.
+    """Causal attention of packed queries, any number a sequence, over cached prefixes: [T, Hq, D]; pad tokens zero.
 
     q [T, Hq, D] in kv's dtype; query_start int32 [B + 1]: sequence b's queries are tokens query_start[b] ..
     query_start[b + 1] - 1 and the last ones of its context_lens[b] tokens, all written before. tile_seq,

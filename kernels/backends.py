@@ -16,12 +16,17 @@ import jax.numpy as jnp
 from .shapes import FLOAT_DTYPES
 
 OPERATIONS = ("write_kv", "decode_attention", "ragged_attention")
-BACKENDS = ("reference", "xla", "triton", "triton_interpret")
-_TRITON = {
-    "write_kv": "kv_write_triton",
-    "decode_attention": "decode_triton",
-    "ragged_attention": "prefill_triton",
+_MODULES = {
+    "reference": dict.fromkeys(OPERATIONS, "reference"),
+    "xla": dict.fromkeys(OPERATIONS, "xla"),
+    "triton": {
+        "write_kv": "kv_write_triton",
+        "decode_attention": "decode_triton",
+        "ragged_attention": "prefill_triton",
+    },
 }
+_INTERPRETED = {"triton_interpret": "triton"}  # runs anywhere, slowly, through XLA: for tests
+BACKENDS = (*_MODULES, *_INTERPRETED)
 _MIN_TRITON_CAPABILITY = 80  # bfloat16 dots
 
 
@@ -76,15 +81,11 @@ def resolve_backend(
 
 def _refusal(backend: str, operation: str, platform: str, head_dim: int, compute_capability: str) -> str:
     """Why `backend` can't run `operation`, or ""."""
-    if not backend.startswith("triton"):
+    if backend not in ("triton", "triton_interpret"):
         return ""
     if backend == "triton" and platform not in ("gpu", "cuda"):
-        return f"the triton kernels need a GPU, the platform is {platform} (triton_interpret runs them anywhere, slowly)"
-    if (
-        backend == "triton"
-        and compute_capability
-        and _capability(compute_capability) < _MIN_TRITON_CAPABILITY
-    ):
+        return f"the triton kernels need a GPU, the platform is {platform}"
+    if backend == "triton" and compute_capability and _capability(compute_capability) < _MIN_TRITON_CAPABILITY:
         return f"the triton kernels need compute capability 8.0, the device has {compute_capability}"
     power_of_two = head_dim & (head_dim - 1) == 0
     if operation != "write_kv" and not (power_of_two and 16 <= head_dim <= 256):
@@ -105,6 +106,6 @@ def implementation(operation: str, backend: str) -> Callable[..., jax.Array]:
     if backend not in BACKENDS:
         hint = "; resolve_backend turns 'auto' into names" if backend == "auto" else ""
         raise ValueError(f"{operation}: backend is {backend!r}, has to be one of {', '.join(BACKENDS)}{hint}")
-    module_name = _TRITON[operation] if backend.startswith("triton") else backend
-    function = getattr(importlib.import_module(f".{module_name}", __package__), operation)
-    return functools.partial(function, interpret=True) if backend == "triton_interpret" else function
+    module = _MODULES[_INTERPRETED.get(backend, backend)][operation]
+    function = getattr(importlib.import_module(f".{module}", __package__), operation)
+    return functools.partial(function, interpret=True) if backend in _INTERPRETED else function

@@ -1,18 +1,16 @@
-"""Backend "triton", decode: paged attention of one query a sequence, split over the context ("flash
-decoding").
+"""Backend "triton", decode: paged attention of one query a sequence, split over the context.
 
 Work of one program: one kv head of one sequence and one split of its context. The G query heads that share
 the kv head are the rows of the dots, padded to 16 (the smallest dot), so every key and value is read once. A
 tile is whole rows of a (block, head) tile of the cache, [tile, D] contiguous elements.
 
-    context of b   |-- tile --|-- tile --|-- tile --|-- tile --|-- part |
-    split (of 2)   0..................................1................|    tiles are dealt out by actual length
+    context of a sequence   |-- tile --|-- tile --|-- tile --|-- tile --|-- part |
+    split (of 2)            0                                1                      by its own length
 
 Memory traffic: each key and value below context_lens once, q and the output once; with S > 1 splits 2 * S
-float32 rows of D a query head more, and a second launch that combines them (Dao et al. 2023, "Flash-
-Decoding"). Supported: head_dim a power of two 16..256, any block size, any head ratio, float32 and bfloat16,
-lengths 0..W*P. Accumulates in float32; a bfloat16 cache has its softmax weights rounded to bfloat16 for the
-second dot.
+float32 rows of D a query head more, and a second launch that combines them ("Flash-Decoding", Dao et al. 2023).
+Supported: head_dim a power of two 16..256, any block size and head ratio, float32 and bfloat16, lengths 0..W*P.
+Accumulates in float32; with a bfloat16 cache the softmax weights are rounded to bfloat16 for the second dot.
 """
 
 import functools
@@ -42,9 +40,7 @@ PROGRAMS_PER_SM = 4
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Tunables: splits of a context (a power of two), context tokens a tile, Triton's warps and pipeline
-    stages.
-    """
+    """Tunables: splits of a context (a power of two), context tokens a tile, Triton's warps and pipeline stages."""
 
     num_splits: int
     tile: int
@@ -55,9 +51,7 @@ class DecodeConfig:
 def decode_config(
     batch: int, kv_heads: int, head_dim: int, block_size: int, width: int, itemsize: int, sms: int
 ) -> DecodeConfig:
-    """The untuned default: PROGRAMS_PER_SM programs a multiprocessor if that leaves a split two tiles of the
-    table.
-    """
+    """The untuned default: PROGRAMS_PER_SM programs a multiprocessor if that leaves a split two tiles of the table."""
     tile = 32 if itemsize == 4 else 128 if block_size % 128 == 0 else 64
     while tile > MIN_DOT and tile * head_dim * itemsize > 32 << 10:  # one stage of keys in shared memory
         tile //= 2
@@ -78,9 +72,7 @@ def decode_attention(
     config: DecodeConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """q [B, Hq, D], kv [L, 2, N, Hkv, P, D], block_tables [B, W], context_lens [B] -> [B, Hq, D]; length 0 ->
-    zeros.
-    """
+    """q [B, Hq, D], kv [L, 2, N, Hkv, P, D], block_tables [B, W], context_lens [B] -> [B, Hq, D]; length 0 -> zeros."""
     batch, num_heads, head_dim = q.shape
     kv_heads, block_size = kv.shape[3:5]
     if config is None:
@@ -108,7 +100,8 @@ def decode_attention(
     )(jnp.asarray(layer, jnp.int32).reshape(1), q, as_rows(kv), block_tables, context_lens)
     if splits == 1:
         return out[0]
-    return _combine(*out, q.dtype, interpret=interpret)
+    parts, log_weights = out
+    return _combine(parts, log_weights, q.dtype, interpret=interpret)
 
 
 def _decode_kernel(
@@ -165,12 +158,8 @@ def _decode_kernel(
     plgpu.store(weight_ref.at[seq, pl.ds(first_row, rows), split], log_weight, mask=kept)
 
 
-def _combine(
-    parts: jax.Array, log_weights: jax.Array, dtype: jax.typing.DTypeLike, *, interpret: bool
-) -> jax.Array:
-    """Mean of parts [B, Hq, S, D] under base-2 log weights [B, Hq, S] (all -inf: zeros) -> [B, Hq, D] in
-    dtype.
-    """
+def _combine(parts: jax.Array, log_weights: jax.Array, dtype: jax.typing.DTypeLike, *, interpret: bool) -> jax.Array:
+    """Mean of parts [B, Hq, S, D] under base-2 log weights [B, Hq, S] (all -inf: zeros) -> [B, Hq, D] in dtype."""
     batch, num_heads, splits, head_dim = parts.shape
     num_warps = min(8, max(1, splits * head_dim // 1024))
     return pl.pallas_call(

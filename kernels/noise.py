@@ -19,7 +19,9 @@ def _rotate_left(x: jax.Array, bits: int) -> jax.Array:
     return (x << jnp.uint32(bits)) | (x >> jnp.uint32(32 - bits))
 
 
-def threefry2x32(key0: jax.Array, key1: jax.Array, counter0: jax.Array, counter1: jax.Array) -> tuple[jax.Array, jax.Array]:
+def threefry2x32(
+    key0: jax.Array, key1: jax.Array, counter0: jax.Array, counter1: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Threefry-2x32-20 of uint32 arrays that broadcast together -> two uint32 arrays of their common shape."""
     keys = (key0, key1, key0 ^ key1 ^ jnp.uint32(_PARITY))
     x0, x1 = counter0 + keys[0], counter1 + keys[1]
@@ -49,6 +51,9 @@ def gumbel_from_bits(bits: jax.Array) -> jax.Array:
 def gumbel_noise(seeds: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:
     """seeds [B, 2] uint32 (low, high word), positions [B] int32, ids [V] int32 -> noise [B, V] float32."""
     bits, _ = threefry2x32(
-        seeds[:, 0, None], seeds[:, 1, None], positions.astype(jnp.uint32)[:, None], ids.astype(jnp.uint32)[None, :]
+        seeds[:, 0, None],
+        seeds[:, 1, None],
+        positions.astype(jnp.uint32)[:, None],
+        ids.astype(jnp.uint32)[None, :],
     )
     return gumbel_from_bits(bits)

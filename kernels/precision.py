@@ -10,9 +10,7 @@ from jax import lax
 
 
 def dot_precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
-    """The `precision=` of a dot whose operands have `dtype`: HIGHEST for float32, None (native) for 16-bit
-    types.
-    """
+    """The `precision=` of a dot whose operands have `dtype`: HIGHEST for float32, None (native) for 16-bit types."""
     return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 
 

@@ -1,10 +1,9 @@
-"""Backend "triton", ragged steps: causal flash attention of packed prompt chunks over the paged cache, one
-launch.
+"""Backend "triton", ragged steps: causal flash attention of packed prompt chunks over the paged cache.
 
-Work of one program: one tile of the plan (up to query_tile consecutive query tokens of one sequence) and a
-few query heads of one kv head, M = query_tile * heads rows. It walks the sequence's context from the start to
-its own last query, straight from the blocks: cached prefix and new tokens alike, no gather of the prefix, no
-[T, T] matrix.
+One launch a layer, for any mix of prompt chunks and single-token rows. Work of one program: one tile of the plan
+(up to query_tile consecutive query tokens of one sequence) and a few query heads of one kv head, query_tile * heads
+rows. It walks the sequence's context from the start to the tile's last query, straight from the blocks: cached
+prefix and new tokens alike, no gather of the prefix, no [T, T] matrix.
 
     context of the sequence    |---- cached prefix ----|---- this step's queries ----|
     tile                                                     |-- queries --|
@@ -12,10 +11,10 @@ its own last query, straight from the blocks: cached prefix and new tokens alike
     kv tiles with causal mask                              |-|-----|-----|
 
 Row r of a program is query token r // heads, head r % heads, so a tile of two heads shares its keys and
-values. Memory traffic: q and the output once, keys and values once a tile and program (Hq / heads programs a
-tile; mostly from L2). Method: FlashAttention 2 (Dao 2023, arXiv:2307.08691). The programs also zero the
-step's pad tokens. Supported: head_dim a power of two 16..256, query_tile a power of two >= 16, any block size
-and head ratio, float32 and bfloat16. Accumulates in float32.
+values. The programs also zero the step's pad tokens. Method: FlashAttention 2 (Dao 2023, arXiv:2307.08691).
+Memory traffic: q and the output once, keys and values once a tile and program (Hq / heads programs a tile; mostly
+from L2). Supported: head_dim a power of two 16..256, query_tile a power of two >= 16, any block size and head
+ratio, float32 and bfloat16. Accumulates in float32.
 """
 
 import functools
@@ -66,15 +65,12 @@ def ragged_attention(
     config: PrefillConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """q [T, Hq, D] packed by sequence, tables [B, W], tiles [NT] (tile_seq -1: no work) -> [T, Hq, D], pads
-    zero.
+    """q [T, Hq, D] packed by sequence, tables [B, W], tiles [NT] (tile_seq -1: no work) -> [T, Hq, D], pads zero.
 
     Raises ValueError for a query_tile that isn't a power of two of at least 16.
     """
     if query_tile < MIN_DOT or query_tile & (query_tile - 1):
-        raise ValueError(
-            f"query_tile is {query_tile}; the triton kernel wants a power of two of at least {MIN_DOT}"
-        )
+        raise ValueError(f"query_tile is {query_tile}; the triton kernel wants a power of two of at least {MIN_DOT}")
     tokens, num_heads, head_dim = q.shape
     group = num_heads // kv.shape[3]
     if config is None:
@@ -154,18 +150,14 @@ def _ragged_kernel(
         jnp.zeros((rows, head_dim), jnp.float32),
     )
     num_tiles = pl.cdiv(context, tile)
-    num_full = jnp.minimum(
-        lax.div(jnp.maximum(offset + start + 1, 0), tile), num_tiles
-    )  # its first query sees all
+    num_full = jnp.minimum(lax.div(offset + start + 1, tile), num_tiles)  # wholly visible to the first query
     state = lax.fori_loop(0, num_full, functools.partial(step, causal=False), state)
     _, total, acc = lax.fori_loop(num_full, num_tiles, functools.partial(step, causal=True), state)
     out = acc / jnp.where(total > 0, total, 1.0)[:, None]
     plgpu.store(out_ref.at[token, query_head, column], out.astype(out_ref.dtype), mask=used)
 
 
-def _row_index(
-    first_token, first_head, shape: tuple[int, int], heads: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _row_index(first_token, first_head, shape: tuple[int, int], heads: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(token, head, column) [rows, D] of every element: row r is token first_token + r // heads, r % heads."""
     row = lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
     token, head = first_token + lax.div(row, heads), first_head + lax.rem(row, heads)

@@ -11,12 +11,8 @@ import jax.numpy as jnp
 from .precision import einsum
 
 
-def write_kv(
-    kv: jax.Array, layer: int | jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array
-) -> jax.Array:
-    """kv [L, 2, N, Hkv, P, D] with token t's k[t], v[t] at slot slot_mapping[t]; slots outside 0..N*P-1 are
-    dropped.
-    """
+def write_kv(kv: jax.Array, layer: int | jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+    """kv [L, 2, N, Hkv, P, D] with token t's k[t], v[t] at slot slot_mapping[t]; slots outside 0..N*P-1 are dropped."""
     num_blocks, block_size = kv.shape[2], kv.shape[4]
     keep = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_size)
     block = jnp.where(keep, slot_mapping // block_size, num_blocks)  # num_blocks is out of range: dropped
@@ -34,9 +30,7 @@ def decode_attention(
     *,
     scale: float,
 ) -> jax.Array:
-    """softmax(scale * q k^T) v of each query q[b] over the first context_lens[b] tokens of its table; 0 ->
-    zeros.
-    """
+    """softmax(scale * q k^T) v of each query q[b] over the first context_lens[b] tokens of its table; 0 -> zeros."""
     batch, num_heads, head_dim = q.shape
     kv_heads, block_size = kv.shape[3], kv.shape[4]
     context = block_tables.shape[1] * block_size

@@ -43,9 +43,7 @@ def check_ragged(
     tile_start: jax.Array,
     query_tile: int,
 ) -> None:
-    """Raises ValueError unless q is [T, Hq, D], the tables are [B, W] / [B] / [B + 1] and the tiles int32
-    [NT].
-    """
+    """Raises ValueError unless q is [T, Hq, D], the tables are [B, W] / [B] / [B + 1] and the tiles int32 [NT]."""
     problems = _cache_problems(kv)
     if not problems:
         problems += _query_problems(q, kv)
@@ -84,9 +82,7 @@ def _table_problems(block_tables: jax.Array, context_lens: jax.Array, batch: int
     return problems + _array_problems("context_lens", context_lens, (batch,), jnp.int32)
 
 
-def _array_problems(
-    name: str, array: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike
-) -> list[str]:
+def _array_problems(name: str, array: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> list[str]:
     want = jnp.dtype(dtype)
     if array.shape == shape and array.dtype == want:
         return []

@@ -2,8 +2,8 @@
 
 A kv tile is `tile` consecutive context tokens of one sequence and one kv head. Two ways to load it:
 
-    tile <= block size (and divides it)     one table entry, then `tile` contiguous rows of the (block, head) tile
-    otherwise                               a table entry per token (short loads; any block size)
+    tile divides the block size    one table entry, then `tile` contiguous rows of the (block, head) tile
+    otherwise                      a table entry per token: any block size, shorter contiguous runs
 
 The kernels see the cache as [L * 2, N, Hkv, P, D] (`as_rows`, a free reshape): row 2 * layer holds keys, the
 next values. Unused slots may hold NaN, and 0 * NaN is NaN: a tile that reaches beyond the sequence is loaded
@@ -34,9 +34,7 @@ def as_rows(kv: jax.Array) -> jax.Array:
     return kv.reshape(-1, *kv.shape[2:])
 
 
-def load_kv_tile(
-    kv_ref, tables_ref, layer, seq, head, start, limit, *, tile: int
-) -> tuple[jax.Array, jax.Array]:
+def load_kv_tile(kv_ref, tables_ref, layer, seq, head, start, limit, *, tile: int) -> tuple[jax.Array, jax.Array]:
     """Keys and values [tile, D] of context tokens start..start+tile-1 of one sequence and kv head.
 
     `start` is a multiple of tile. Tokens >= limit come as zeros; limit None: all of them are in use, no mask.
@@ -82,9 +80,7 @@ def next_power_of_two(n: int) -> int:
 
 
 def num_sms() -> int:
-    """Streaming multiprocessors of the GPU that is traced for: the mesh's abstract device, else the first
-    GPU.
-    """
+    """Streaming multiprocessors of the GPU that is traced for: the mesh's abstract device, else the first GPU."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.num_cores:
         return device.num_cores

@@ -1,5 +1,4 @@
-"""Backend "xla": paged attention in plain jnp, right on every device, for any head_dim, block size and head
-ratio.
+"""Backend "xla": paged attention in plain jnp, right on every device, for any head_dim, block size and head ratio.
 
 One routine serves decode and ragged steps: N groups of R query rows, each group with one block table, each
 row with the number of tokens it may see. It walks the table in chunks with an online softmax (Milakov &
@@ -20,11 +19,8 @@ CHUNK_BYTES = 64 << 20  # bound on one chunk's keys, values and scores
 _NO_SCORE = -1e30  # finite: a row that sees nothing ends with sum 0, not with exp(-inf + inf)
 
 
-def write_kv(
-    kv: jax.Array, layer: int | jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array
-) -> jax.Array:
-    """kv [L, 2, N, Hkv, P, D] with k[t], v[t] [Hkv, D] written at slot slot_mapping[t]; in place when kv is
-    donated.
+def write_kv(kv: jax.Array, layer: int | jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+    """kv [L, 2, N, Hkv, P, D] with k[t], v[t] [Hkv, D] written at slot slot_mapping[t]; in place when kv is donated.
 
     Slots outside 0..N*P-1 are dropped. One scatter for keys and values; its targets are unique as long as the
     kept slots are (a dropped token gets an index of its own beyond the end), so a GPU needs no atomics.
@@ -51,9 +47,7 @@ def decode_attention(
     *,
     scale: float,
 ) -> jax.Array:
-    """One query a sequence: q [B, Hq, D], block_tables [B, W], context_lens [B] (0 gives zeros) -> [B, Hq,
-    D].
-    """
+    """One query a sequence: q [B, Hq, D], block_tables [B, W], context_lens [B] (0 gives zeros) -> [B, Hq, D]."""
     batch, num_heads, head_dim = q.shape
     kv_heads = kv.shape[3]
     rows = q.reshape(batch, kv_heads, num_heads // kv_heads, head_dim)
@@ -101,9 +95,7 @@ def ragged_attention(
 
 
 def _tile_of_token(tile_start: jax.Array, tile_end: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """The tile [T] that holds each token and whether one does [T]; the same for every layer, so XLA does it
-    once.
-    """
+    """The tile [T] that holds each token and whether one does [T]; the same for every layer, so XLA does it once."""
     token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
     inside = (token >= tile_start) & (token < tile_end)
     return jnp.argmax(inside, axis=1).astype(jnp.int32), jnp.any(inside, axis=1)
@@ -118,9 +110,7 @@ def _attend(
     *,
     scale: float,
 ) -> jax.Array:
-    """q [N, Hkv, R, D] against the first visible[N, R] tokens of tables [N, W] -> [N, Hkv, R, D] in q's
-    dtype.
-    """
+    """q [N, Hkv, R, D] against the first visible[N, R] tokens of tables [N, W] -> [N, Hkv, R, D] in q's dtype."""
     block_size = kv.shape[4]
     group_visible = jnp.max(visible, axis=1)  # [N]
     blocks = _chunk_blocks(q.shape, kv, tables.shape[1])
@@ -133,9 +123,7 @@ def _attend(
         ids = lax.dynamic_slice_in_dim(tables, index * blocks, blocks, axis=1)
         position = index * blocks * block_size + jnp.arange(blocks * block_size, dtype=jnp.int32)
         keys, values = (_gather(kv, layer, part, ids) for part in (0, 1))
-        values = jnp.where(
-            (position < group_visible[:, None])[:, None, :, None], values, jnp.zeros((), kv.dtype)
-        )
+        values = jnp.where((position < group_visible[:, None])[:, None, :, None], values, jnp.zeros((), kv.dtype))
         scores = scale * einsum("nhrd,nhsd->nhrs", q, keys)
         scores = jnp.where((position < visible[:, :, None])[:, None], scores, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
@@ -161,9 +149,7 @@ def _gather(kv: jax.Array, layer: int | jax.Array, part: int, ids: jax.Array) ->
     """
     kv_heads, block_size, head_dim = kv.shape[3:]
     head = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
-    tiles = kv.at[layer, part, ids[:, None, :], head].get(
-        mode="promise_in_bounds", wrap_negative_indices=False
-    )
+    tiles = kv.at[layer, part, ids[:, None, :], head].get(mode="promise_in_bounds", wrap_negative_indices=False)
     return tiles.reshape(ids.shape[0], kv_heads, ids.shape[1] * block_size, head_dim)
 
 

@@ -1,6 +1,6 @@
 """Appends the result of a `make test-newest` run to a record that is committed: one JSON line a run.
 
-python scripts/record_newest.py REPORT.xml RECORD.jsonl   (REPORT.xml: pytest's --junitxml)
+python scripts/record_newest.py REPORT.xml RECORD.jsonl TESTS   (REPORT.xml: pytest's --junitxml)
 Exits 1 when the run had failures or errors, or ran nothing.
 """
 
@@ -26,7 +26,7 @@ def summary(report: Path) -> dict[str, int | float]:
     return total
 
 
-def main(report: str, record: str) -> int:
+def main(report: str, record: str, tests: str) -> int:
     counts = summary(Path(report))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     row = {
@@ -36,7 +36,7 @@ def main(report: str, record: str) -> int:
         "jaxlib": version("jaxlib"),
         "python": sys.version.split()[0],
         **counts,
-        "command": "make test-newest",
+        "command": "make test-newest" if tests == "tests" else f"make test-newest TESTS={tests!r}",
     }
     with Path(record).open("a") as file:
         file.write(json.dumps(row) + "\n")

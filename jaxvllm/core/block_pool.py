@@ -126,8 +126,7 @@ class BlockPool:
                 self._free.push(block)
 
     def match(self, tokens: np.ndarray, hashes: list[int]) -> list[int]:
-        """Blocks that already hold the start of `tokens` (int32[n], contiguous), in order, longest run from
-        0.
+        """Blocks that already hold the start of `tokens` (int32[n], contiguous), in order, as many as possible.
 
         At most (n - 1) // block_size of them: at least one token is left to compute, because the next token
         is sampled from the last one's hidden state, which no cache keeps. `hashes` is the request's chain,

@@ -17,8 +17,6 @@ from jaxvllm.core.step import ScheduledStep
 QUERY_TILE = 64
 """Query tokens of one attention work item in a ragged step; see `plan`."""
 
-_SMALLEST_TOKEN_BUCKET = 16
-
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -46,15 +44,11 @@ class BucketTable:
 
     def __init__(self, decode_sizes: Sequence[int], token_sizes: Sequence[int], max_num_seqs: int) -> None:
         """Sizes in any order. ValueError if one is below 1, or a full decode step would have no bucket."""
-        self._decode_sizes = _checked("decode_sizes", decode_sizes)
-        self._token_sizes = _checked("token_sizes", token_sizes)
-        self.max_num_seqs = max_num_seqs
-        if self._decode_sizes[-1] != max_num_seqs:
-            raise ValueError(
-                f"decode_sizes={list(decode_sizes)} must end at max_num_seqs={max_num_seqs}, a full step"
-            )
-        self._decode = [Bucket("decode", size, size) for size in self._decode_sizes]
-        self._ragged = [Bucket("ragged", size, min(size, max_num_seqs)) for size in self._token_sizes]
+        if _checked("decode_sizes", decode_sizes)[-1] != max_num_seqs:
+            raise ValueError(f"decode_sizes={list(decode_sizes)} must end at max_num_seqs={max_num_seqs}, a full step")
+        self._decode = [Bucket("decode", size, size) for size in _checked("decode_sizes", decode_sizes)]
+        token_sizes = _checked("token_sizes", token_sizes)
+        self._ragged = [Bucket("ragged", size, min(size, max_num_seqs)) for size in token_sizes]
 
     @property
     def all(self) -> tuple[Bucket, ...]:
@@ -69,12 +63,10 @@ class BucketTable:
 
     def fit(self, kind: Literal["decode", "ragged"], num_tokens: int) -> Bucket:
         """The smallest bucket of this kind for `num_tokens` tokens. ValueError if none is large enough."""
-        sizes, buckets = (
-            (self._decode_sizes, self._decode) if kind == "decode" else (self._token_sizes, self._ragged)
-        )
-        at = bisect_left(sizes, num_tokens)
-        if at == len(sizes):
-            raise ValueError(f"a {kind} step of {num_tokens} tokens: the largest bucket has {sizes[-1]}")
+        buckets = self._decode if kind == "decode" else self._ragged
+        at = bisect_left(buckets, num_tokens, key=lambda bucket: bucket.num_tokens)
+        if at == len(buckets):
+            raise ValueError(f"a {kind} step of {num_tokens} tokens: the largest bucket is {buckets[-1]}")
         return buckets[at]
 
 
@@ -84,13 +76,12 @@ def default_decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def default_token_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
-    """16, 64, then powers of two from 256, then exactly `max_num_batched_tokens`: 16, 64, 256, 512, ...,
-    8192.
+    """16, 64, powers of two from 256, then exactly `max_num_batched_tokens`: 16, 64, 256, 512, ..., 8192.
 
     Coarse where a step is bound by the weights it reads and padding is nearly free, finer where it is bound
     by work.
     """
-    small = [size for size in (_SMALLEST_TOKEN_BUCKET, 64) if size < max_num_batched_tokens]
+    small = [size for size in (16, 64) if size < max_num_batched_tokens]
     return (*small, *_powers(256, max_num_batched_tokens))
 
 

@@ -42,7 +42,7 @@ def _check_membership(queues: Queues) -> None:
         _check(request.status is RequestStatus.RUNNING, f"{request!r} is in the running queue")
         _check(request.row >= 0, f"{request!r} runs without a row")
     _check({r.row for r in members if r.row >= 0} == {r.row for r in queues.rows.holders()}, "rows leak")
-    _check(queues.runnable_rows().tolist() == _runnable(queues), "the cached order of running rows is stale")
+    _check(queues.runnable_rows().tolist() == _runnable(queues), "the rows of the running queue are stale")
 
 
 def _runnable(queues: Queues) -> list[int]:

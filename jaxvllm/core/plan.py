@@ -37,6 +37,7 @@ import numpy as np
 from jaxvllm.core.buckets import QUERY_TILE, Bucket
 
 if TYPE_CHECKING:
+    from jaxvllm.core.rows import Rows
     from jaxvllm.core.scheduler import Scheduler
     from jaxvllm.core.step import ScheduledStep
 
@@ -102,10 +103,7 @@ class PlanLayout:
         self.query_tile = query_tile
         self.fields: tuple[tuple[str, int, tuple[int, ...], str], ...]
         self.fields, self.size = self._place()
-        self._views = [
-            (name, slice(offset, offset + math.prod(shape)), dtype, shape)
-            for name, offset, shape, dtype in self.fields
-        ]
+        self._views = [(name, shape, np.dtype(dtype), 4 * offset) for name, offset, shape, dtype in self.fields]
         # A step of pads only, up to the block tables: those are last and all 0.
         self._pads = np.zeros(self.size, np.int32)
         pads = self.views(self._pads)
@@ -126,11 +124,7 @@ class PlanLayout:
         """The fields of `buffer` (int32[size], contiguous) as writable views."""
         if buffer.dtype != np.int32 or buffer.shape != (self.size,):
             raise ValueError(f"buffer is {buffer.dtype}{list(buffer.shape)}, not int32[{self.size}]")
-        arrays = {}
-        for name, words, dtype, shape in self._views:
-            array = buffer[words] if dtype == "int32" else buffer[words].view(dtype)
-            arrays[name] = array if len(shape) == 1 else array.reshape(shape)
-        return StepPlan(**arrays)
+        return StepPlan(**{name: np.ndarray(shape, dtype, buffer, at) for name, shape, dtype, at in self._views})
 
     def _place(self) -> tuple[tuple[tuple[str, int, tuple[int, ...], str], ...], int]:
         tokens, seqs = self.bucket.num_tokens, self.bucket.num_seqs
@@ -170,20 +164,17 @@ def fill_plan(step: ScheduledStep, scheduler: Scheduler, layout: PlanLayout) -> 
     num_seqs = len(rows)
     buffer = layout.empty()
     plan = layout.views(buffer)
-    width = int(state.num_blocks[rows].max())
-    if num_seqs > layout.bucket.num_seqs or width > layout.table_width:
+    if num_seqs > layout.bucket.num_seqs:
         raise ValueError(
-            f"step of {num_seqs} sequences and block tables of {width} doesn't fit {layout.bucket} "
-            f"({layout.bucket.num_seqs} sequences, block tables of {layout.table_width})"
+            f"step of {num_seqs} sequences doesn't fit {layout.bucket}, {layout.bucket.num_seqs} sequences"
         )
     ends = step.starts + step.num_tokens
     plan.context_lens[:num_seqs] = ends
-    plan.rows[:num_seqs] = np.where(step.samples, rows, layout.max_rows)
-    # Low word first, whatever the host's byte order.
-    plan.seeds[:num_seqs] = state.seed[rows].astype("<u8", copy=False).view("<u4").reshape(-1, 2)
+    np.copyto(plan.rows[:num_seqs], rows, "same_kind", where=step.samples)
+    plan.seeds[:num_seqs] = state.seed[rows].view("<u4").reshape(-1, 2)
     plan.sample_positions[:num_seqs] = ends
     plan.temperatures[:num_seqs] = state.temperature[rows]
-    _copy_tables(plan.block_tables[:num_seqs], state.block_tables, rows, width)
+    _copy_tables(plan.block_tables[:num_seqs], state, rows)
 
     if layout.bucket.kind == "decode":
         num_tokens, token_rows, positions = num_seqs, rows, step.starts
@@ -207,16 +198,20 @@ def fill_plan(step: ScheduledStep, scheduler: Scheduler, layout: PlanLayout) -> 
     return buffer
 
 
-def _copy_tables(out: np.ndarray, tables: np.ndarray, rows: np.ndarray, width: int) -> None:
-    """out[b] = tables[rows[b]], of which only the first `width` columns are in use.
+def _copy_tables(out: np.ndarray, state: Rows, rows: np.ndarray) -> None:
+    """The block tables of `rows` into out[B, W], which is 0 so far. ValueError if one is longer than W.
 
-    The largest piece of a plan. Whole rows are one memcpy each (256 x 64 words: 2 us, against 8 for 20
-    columns of them); in wide tables, of which most requests use little, it pays to leave out the zeros.
+    The largest piece of a plan. Whole rows are one memcpy each: 256 x 64 words take 2 us, 20 columns of them 8. In
+    wide tables, of which most requests use little, it pays all the same to leave out the zeros.
     """
-    if out.shape[1] == tables.shape[1] <= max(128, 4 * width):
+    tables = state.block_tables
+    if out.shape[1] == tables.shape[1] <= 128:
         tables.take(rows, axis=0, out=out, mode="clip")  # the default mode would copy `out` first
-    else:
-        out[:, :width] = tables[:, :width][rows]
+        return
+    width = int(state.num_blocks[rows].max())
+    if width > out.shape[1]:
+        raise ValueError(f"a block table of {width} blocks doesn't fit a plan with table_width={out.shape[1]}")
+    out[:, :width] = tables[:, :width][rows]
 
 
 def _fill_tiles(plan: StepPlan, query_start: np.ndarray, query_tile: int) -> None:

@@ -48,7 +48,7 @@ class Queues:
         self.running: list[Request] = []
         self.requests: dict[str, Request] = {}  # all unfinished ones, by id
         self.counters = Counters()
-        self._running_rows: np.ndarray | None = None  # intp[num_running], None: rebuild
+        self._running_rows = np.zeros(0, np.intp)  # the rows of `running`, in its order
         self._preempted: list[Request] = []  # by the schedule() that is going on
 
     def find_room(self, request: Request) -> list[int] | None:
@@ -67,8 +67,7 @@ class Queues:
         return cached
 
     def admit(self, request: Request, cached: list[int]) -> None:
-        """Give `request` a row and blocks for all of its known tokens, the first of them `cached`: see
-        find_room."""
+        """Give `request` a row, and blocks for all its known tokens: `cached`, from find_room, then new ones."""
         num_known, num_cached = request.num_known, len(cached) * self.block_size
         self.pool.hold(cached)  # before take: a free cached block must not be taken for something else
         blocks = cached + self.pool.take(self._num_blocks_for(num_known) - len(cached))
@@ -89,12 +88,10 @@ class Queues:
             raise AssertionError(f"{request} isn't the head of the waiting queue")
         request.status = RequestStatus.RUNNING
         self.running.append(request)
-        self._running_rows = None
+        self._running_rows = np.append(self._running_rows, request.row)
 
     def runnable_rows(self) -> np.ndarray:
         """intp[n]: rows of the running requests, in order, without those whose last token is in flight."""
-        if self._running_rows is None:
-            self._running_rows = np.array([request.row for request in self.running], np.intp)
         rows = self._running_rows
         open_ended = self.rows.num_tokens[rows] < self.rows.token_limit[rows]
         return rows if np.count_nonzero(open_ended) == len(rows) else rows[open_ended]
@@ -113,16 +110,11 @@ class Queues:
             self.rows.num_blocks[rows] += 1
 
     def preempt(self, request: Request) -> None:
-        """Send a running request back to the head of the waiting queue; its blocks and its row are free
-        again.
+        """Send a running request back to the head of the waiting queue; its blocks and its row are free again.
 
         What it computed is lost, except for what it finds in the prefix cache when it is admitted again.
         """
-        if self.running[-1] is request:
-            self.running.pop()
-        else:
-            self.running.remove(request)
-        self._running_rows = None
+        self._stop_running(request)
         request.num_lost = request.num_computed
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
@@ -134,8 +126,7 @@ class Queues:
     def end(self, request: Request, reason: str, stop_reason: int | None = None) -> None:
         """Finish a request that waits or runs; its blocks and its row, if it has any, are free again."""
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-            self._running_rows = None
+            self._stop_running(request)
         else:
             self.waiting.remove(request)
         if request.row >= 0:
@@ -144,6 +135,10 @@ class Queues:
         request.detached_in_flight = 0  # what still comes is discarded
         request.finish_reason, request.stop_reason = reason, stop_reason
         del self.requests[request.request_id]
+
+    def _stop_running(self, request: Request) -> None:
+        self.running.remove(request)
+        self._running_rows = self._running_rows[self._running_rows != request.row]
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

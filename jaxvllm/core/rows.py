@@ -55,7 +55,7 @@ class Rows:
         # Large, but the system gives memory only where it is written.
         self.tokens = np.zeros((num_rows, max_tokens), np.int32)
         self.temperature = np.zeros(num_rows, np.float32)
-        self.seed = np.zeros(num_rows, np.uint64)
+        self.seed = np.zeros(num_rows, "<u8")  # so that its words are low, high on any machine
         self.epoch = np.zeros(num_rows, np.int32)
         self.request = np.full(num_rows, None, object)
         self._free = list(range(num_rows - 1, -1, -1))  # a stack: row 0 on top

@@ -135,9 +135,10 @@ class Scheduler(Queues):
         rows, state = picks.rows, self.rows
         starts = state.num_computed[rows]
         ends = starts + picks.num_tokens
-        samples = ends == state.num_tokens[rows]
+        num_tokens = state.num_tokens[rows]
+        samples = ends == num_tokens
         state.num_computed[rows] = ends
-        state.num_tokens[rows] += samples
+        state.num_tokens[rows] = num_tokens + samples
         step = ScheduledStep(
             number=self.counters.steps,
             kind=picks.kind,

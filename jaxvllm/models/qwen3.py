@@ -8,7 +8,7 @@ caller's: ``attend`` writes to a paged cache in the engine and is dense and caus
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -16,9 +16,8 @@ from jaxvllm.config import ConfigError, ModelConfig
 from jaxvllm.models.layers import apply_rope, embed_tokens, project, rms_norm, rope_tables, tp_sum
 from jaxvllm.models.params import ParamInfo, Source, Table
 
-Carry = TypeVar("Carry")
 # (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], carry) -> (out [T, Hq, D], carry)
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Carry], tuple[jax.Array, Carry]]
+type Attend[Carry] = Callable[[int, jax.Array, jax.Array, jax.Array, Carry], tuple[jax.Array, Carry]]
 
 
 def param_table(config: ModelConfig, *, tp: int = 1) -> Table:
@@ -38,7 +37,7 @@ def param_table(config: ModelConfig, *, tp: int = 1) -> Table:
     q_heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if kv_heads % tp and (tp % kv_heads or q_heads % tp):
         raise ConfigError(
-            f"tensor_parallel_size={tp} must divide num_key_value_heads={kv_heads}, or be a multiple of it that divides "
+            f"tensor_parallel_size={tp} must divide num_key_value_heads={kv_heads}, or be a multiple that divides "
             f"num_attention_heads={q_heads}"
         )
     if config.intermediate_size % tp:
@@ -88,7 +87,7 @@ def param_table(config: ModelConfig, *, tp: int = 1) -> Table:
     return {info.path: info for info in infos}
 
 
-def forward(params: Mapping[str, Any], config: ModelConfig, token_ids: jax.Array, positions: jax.Array,
+def forward[Carry](params: Mapping[str, Any], config: ModelConfig, token_ids: jax.Array, positions: jax.Array,
             attend: Attend[Carry], carry: Carry, *, axis: str | None = None) -> tuple[jax.Array, Carry]:  # fmt: skip
     """token_ids [T], positions [T] int32 -> hidden states [T, H] after the last norm, and the carry.
 
@@ -122,4 +121,3 @@ def head_table(params: Mapping[str, Any]) -> jax.Array:
     """The vocabulary projection [V_local, H]: the embedding itself where they are tied."""
     head = params.get("head")
     return params["embed"] if head is None else head
-

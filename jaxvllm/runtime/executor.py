@@ -1,7 +1,7 @@
 """Compiles one function per bucket ahead of time and dispatches steps to it.
 
-Ahead-of-time compilation takes the role of CUDA graphs: after warm-up every step is a call of a finished executable, and
-a compile is a bug that is counted and logged. Owns: parameters, device state, compiled functions. Must not know:
+Ahead-of-time compilation takes the role of CUDA graphs: after warm-up every step calls a finished executable, and a
+compile is a bug that is counted and logged. Owns: parameters, device state, compiled functions. Must not know:
 requests, queues, tokens' meaning.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -94,24 +94,24 @@ class Executor:
         lowered = jax.jit(mapped, donate_argnums=(1,)).lower(self._param_shapes, state, buffer, *extra)
         return lowered.compile()
 
-    def allocate(self, num_blocks: int) -> None:
-        """Allocates the device state for a pool of ``num_blocks`` and forgets what was compiled for another."""
+    def start(self, num_blocks: int, buckets: Sequence[Bucket]) -> None:
+        """Compiles ``buckets`` for a pool of ``num_blocks``, then allocates the pool, then runs each once.
+
+        In this order: while it compiles, XLA times GEMM candidates on buffers of their real sizes, for which a GPU
+        filled with cache blocks would have no room. The first runs are on empty plans, which write nothing.
+        """
+        started = time.perf_counter()
         self.num_blocks = num_blocks
         for made_for_another_pool in (self._layouts, self._steps, self._scores):
             made_for_another_pool.clear()
+        self._steps |= compile_in_threads(lambda b: self.compile_step(b, num_blocks), buckets)
+        self.num_compiles += len(buckets)
         self.state = allocate_state(state_shapes(self.model, self.engine, self.mesh, num_blocks))
-
-    def compile_all(self, buckets: Sequence[Bucket]) -> None:
-        """Compiles every bucket in parallel threads, then runs each once on an empty plan (which writes nothing)."""
-        started = time.perf_counter()
-        for bucket, compiled in compile_in_threads(lambda b: self.compile_step(b, self.num_blocks), buckets).items():
-            self._steps[bucket] = compiled
-            self.num_compiles += 1
         for bucket in buckets:
             self.dispatch(bucket, self.layout(bucket).empty())
         jax.block_until_ready(self.state)
         self.compile_seconds += time.perf_counter() - started
-        self._warm = True
+        self._warm = bool(buckets)
 
     # Steps
 
@@ -158,8 +158,10 @@ class Executor:
         self._scores.clear()
 
 
-def compile_in_threads(compile_one: Any, buckets: Sequence[Bucket]) -> Mapping[Bucket, Any]:
+def compile_in_threads(compile_one: Any, buckets: Sequence[Bucket]) -> dict[Bucket, Any]:
     """Compiles the buckets side by side (XLA releases the GIL), the largest first; {bucket: compiled}."""
+    if not buckets:
+        return {}
     ordered = sorted(buckets, key=lambda b: -b.num_tokens)
-    with ThreadPoolExecutor(max_workers=max(1, min(len(ordered), os.cpu_count() or 1))) as pool:
+    with ThreadPoolExecutor(max_workers=min(len(ordered), os.cpu_count() or 1)) as pool:
         return dict(zip(ordered, pool.map(compile_one, ordered), strict=True))

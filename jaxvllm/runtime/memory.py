@@ -88,4 +88,3 @@ def transient_bytes(executor: Executor, buckets: Sequence[Bucket]) -> int:
         analysis = step.memory_analysis()
         peaks.append(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
     return max(peaks)
-

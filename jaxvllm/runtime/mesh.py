@@ -18,7 +18,7 @@ from jaxvllm.config import ConfigError
 TP = "tp"
 
 
-def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -> Mesh:
     """A one-axis mesh over the first ``tensor_parallel_size`` local devices (or the given ones).
 
     Raises ConfigError when there are fewer devices. ``jax.make_mesh`` isn't used: it makes explicit-type axes, which

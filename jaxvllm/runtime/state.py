@@ -42,7 +42,7 @@ STATE_SPECS = DeviceState(
 
 
 def stored_kv_heads(model: ModelConfig, tp: int) -> int:
-    """Key/value heads in the cache over all shards: each is stored tp / heads times when there are fewer than shards."""
+    """Key/value heads in the cache over all shards; fewer heads than shards are stored tp / heads times each."""
     return max(model.num_key_value_heads, tp)
 
 
@@ -63,7 +63,7 @@ def state_shapes(model: ModelConfig, engine: EngineConfig, mesh: Mesh, num_block
 
 
 def allocate_state(shapes: DeviceState) -> DeviceState:
-    """Zeros of those shapes. Never uninitialised memory: an unused slot may be read under a mask, and 0 * NaN is NaN."""
+    """Zeros of those shapes. Never uninitialised: an unused slot may be read under a mask, and 0 * NaN is NaN."""
 
     def zeros(leaf: Any) -> jax.Array:
         make = jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)

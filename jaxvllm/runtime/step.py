@@ -88,4 +88,3 @@ def make_score(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackend
         return state.replace(cache=KVCache(kv=kv)), logprobs  # type: ignore[attr-defined]
 
     return score
-

@@ -44,6 +44,8 @@ def random_params(table: Table, mesh: Mesh, dtype: str, seed: int) -> dict[str, 
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, std: float | None, target: NamedSharding) -> jax.Array:
+def _init(
+    key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, std: float | None, target: NamedSharding
+) -> jax.Array:
     values = jnp.ones(shape, dtype) if std is None else (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)
     return jax.lax.with_sharding_constraint(values, target)

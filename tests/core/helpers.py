@@ -46,6 +46,11 @@ def count_up(step: ScheduledStep) -> np.ndarray:
     return ((step.starts + step.num_tokens) % 50).astype(np.int32)
 
 
+def counted_up(request: Request) -> list[int]:
+    """What `count_up` gives this request until its limit."""
+    return [n % 50 for n in range(request.num_prompt, request.token_limit)]
+
+
 class Loop:
     """schedule, commit, and `depth` steps in between. The scheduler is checked after each call."""
 

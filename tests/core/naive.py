@@ -1,4 +1,4 @@
-"""An independent scheduler: prefill_first as the seeds tell it, in plain lists, slow and obvious.
+"""An independent scheduler: nano-vLLM's policy as its readers tell it, in plain lists, slow and obvious.
 
 The oracle of `test_oracle`. It shares no code and no data structure with jaxvllm.core: it walks where that
 one computes with arrays, compares whole prefixes where that one hashes, and finds positions by searching

@@ -173,7 +173,7 @@ def test_a_step_that_does_not_fit_is_refused():
     for bucket, table_width, message in (
         (Bucket("ragged", 27, 2), width, "step of 3 sequences"),
         (Bucket("ragged", 26, 4), width, "step of 27 tokens doesn't fit ragged-26"),
-        (Bucket("ragged", 27, 4), 2, "block tables of 3"),
+        (Bucket("ragged", 27, 4), 2, "a block table of 3 blocks"),
     ):
         with pytest.raises(ValueError, match=message):
             fill_plan(step, scheduler, PlanLayout(bucket, table_width, 8, 256))
@@ -200,9 +200,7 @@ def test_wide_tables_are_filled_like_narrow_ones():
 @PROPERTY
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=8), st.integers(1, 70), st.integers(0, 40))
 def test_tiles_cover_every_query_token_exactly_once(lengths, query_tile, padding):
-    scheduler = make_scheduler(
-        block_size=16, num_blocks=200, max_num_batched_tokens=2000, enable_prefix_caching=False
-    )
+    scheduler = make_scheduler(block_size=16, num_blocks=200, max_num_batched_tokens=2000, enable_prefix_caching=False)
     for i, length in enumerate(lengths):
         scheduler.add(make_request(i, [1] * length))
     step = schedule(scheduler)

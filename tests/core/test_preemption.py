@@ -1,12 +1,12 @@
-"""The walk through a preemption of the seed: block size 16, six blocks, running [A, B, C]; its three endings.
+"""A worked preemption: block size 16, six blocks, running [A, B, C]; its three endings, and the way back.
 
           tokens   blocks      comes to a border: its next token has no slot
     A     33       b0 b1       yes
     B     18       b2 b3       no
     C     33       b4 b5       yes
 
-(The seed writes 17 tokens for A and C, which fill one block and touch a second, and lets them ask for a
-third. They would ask for their second. One block further on, at 33, its walk is right word for word.)
+(The walk is told elsewhere with 17 tokens for A and C, which fill one block and touch a second, and lets them ask for a
+third. They would ask for their second. One block further on, at 33, it is right word for word.)
 """
 
 import numpy as np

@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.device.support import MODEL, VOCAB, make_engine, random_prompts, sampled, tokens_of
 
 import jaxvllm
 from jaxvllm import LLM, Engine, SamplingParams
 from jaxvllm.config import ConfigError
+from tests.device.support import MODEL, VOCAB, make_engine, random_prompts, sampled, tokens_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
@@ -68,7 +68,11 @@ def test_bad_prompts_are_named_and_nothing_stays_behind(llm: Engine, prompts: ob
 
 @pytest.mark.parametrize(
     ("params", "message"),
-    [("x", "sampling_params is a str"), ([GREEDY], "1 entries for 2 prompts"), ([GREEDY, 3], r"sampling_params\[1\]")],
+    [
+        ("x", "sampling_params is a str"),
+        ([GREEDY], "1 entries for 2 prompts"),
+        ([GREEDY, 3], r"sampling_params\[1\]"),
+    ],
 )
 def test_bad_params(llm: Engine, params: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 import pytest
-from tests.device.support import DATA, MODEL, kv_of, make_engine, poison, random_prompts, sampled, tokens_of
 
 from jaxvllm import SamplingParams
 from jaxvllm.config import ConfigError
+from tests.device.support import DATA, MODEL, kv_of, make_engine, poison, random_prompts, sampled, tokens_of
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_no_copy_of_the_cache_in_the_compiled_text() -> None:
 
 
 def test_equal_outputs_from_both_formats(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from jaxvllm.convert.build import convert
+    from jaxvllm.convert import convert_checkpoint as convert
 
     folder = tmp_path_factory.mktemp("converted") / "model"
     convert(MODEL, folder)

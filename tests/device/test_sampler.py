@@ -79,7 +79,9 @@ def test_chi_square_against_softmax(temperature: float) -> None:
     assert stats.chisquare(merged[0][keep], merged[1][keep]).pvalue > 1e-3
 
 
-def draw(logits: np.ndarray, temperature: float, *, seed: int = 5, position: int = 0, vocab_size: int | None = None) -> int:
+def draw(
+    logits: np.ndarray, temperature: float, *, seed: int = 5, position: int = 0, vocab_size: int | None = None
+) -> int:
     token = sample(
         jnp.asarray(logits, jnp.float32)[None], jnp.array([temperature], jnp.float32),
         jnp.array([[seed, 0]], jnp.uint32), jnp.array([position]), vocab_size=vocab_size or len(logits),
@@ -133,7 +135,10 @@ def test_shards_agree_with_one_device(shards: int) -> None:
     alone = sample(*map(jnp.asarray, (logits, temperatures, seeds, positions)), vocab_size=vocab)
     mesh = make_mesh(shards)
     sharded = spmd(
-        lambda *args: sample(*args, vocab_size=vocab, axis=TP)[None], mesh, (P(None, TP), P(), P(), P()), P(TP)
+        lambda *args: sample(*args, vocab_size=vocab, axis=TP)[None],
+        mesh,
+        (P(None, TP), P(), P(), P()),
+        P(TP),
     )
     each = np.asarray(jax.jit(sharded)(logits, temperatures, seeds, positions))  # one row per shard
     assert each.shape == (shards, 12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,12 @@ from prepare_kjv import BOOKS, chapters_from_verses
 from tiny_export import train_tokenizer
 from tiny_training import Recipe, epoch_windows, evaluation_windows
 
-RAW = ["Ge1:1 In the beginning  God created.", "Ge1:2 And the earth", "Ge2:1 Thus the heavens", "1Jn1:1 That which was"]
+RAW = [
+    "Ge1:1 In the beginning  God created.",
+    "Ge1:2 And the earth",
+    "Ge2:1 Thus the heavens",
+    "1Jn1:1 That which was",
+]
 
 
 def test_verses_become_chapters() -> None:
@@ -21,7 +27,7 @@ def test_verses_become_chapters() -> None:
         "1 John 1\nThat which was\n",
     ]
     assert len(BOOKS) == 66
-    with pytest.raises(ValueError, match="line 2 .*'Foo1:1 x'"):
+    with pytest.raises(ValueError, match=r"line 2 .*'Foo1:1 x'"):
         chapters_from_verses([RAW[0], "Foo1:1 x"])
 
 
@@ -74,8 +80,8 @@ def test_an_epoch_is_a_cut_of_all_documents() -> None:
     assert windows.shape == (6, 4, 17)  # 410 tokens, 6 steps of 64 predictions
     other = epoch_windows(documents, recipe, np.random.default_rng(2))
     assert not np.array_equal(windows, other)
-    follows = {(int(a), int(b)) for ids in documents for a, b in zip(ids[:-1], ids[1:], strict=True)}
-    pairs = {(int(a), int(b)) for window in windows.reshape(-1, 17) for a, b in zip(window[:-1], window[1:], strict=True)}
+    follows = {(int(a), int(b)) for ids in documents for a, b in pairwise(ids)}
+    pairs = {(int(a), int(b)) for window in windows.reshape(-1, 17) for a, b in pairwise(window)}
     assert pairs <= follows
     with pytest.raises(ValueError, match="less than one step"):
         epoch_windows(documents, Recipe(context=512, batch=4), rng)

@@ -25,7 +25,11 @@ def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("script", "least"),
-    [("tensor_parallel_equivalence.py", 20), ("sampling_experiment.py", 20), ("prefix_cache_experiment.py", 15)],
+    [
+        ("tensor_parallel_equivalence.py", 20),
+        ("sampling_experiment.py", 20),
+        ("prefix_cache_experiment.py", 15),
+    ],
 )
 def test_experiment(script: str, least: int) -> None:
     result = run(script)

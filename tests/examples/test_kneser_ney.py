@@ -7,11 +7,10 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-import pytest
-from kneser_ney import KneserNey, bits_per_byte
-from kjv_corpus import Documents
-
 import numpy as np
+import pytest
+from kjv_corpus import Documents
+from kneser_ney import KneserNey, bits_per_byte
 
 VOCAB = 7  # id 0 begins and ends a document; id 6 never occurs
 
@@ -34,7 +33,8 @@ class ByDefinition:
         ]
 
     def counts(self, n: int) -> dict[tuple[int, ...], int]:
-        """Occurrences at the highest order; below it, the number of different tokens seen before the n-gram."""
+        """Occurrences at the highest order; below it, the number of different tokens seen before the
+        n-gram."""
         if n == self.order:
             return Counter(self.occurrences)
         grams: dict[tuple[int, ...], set[tuple[int, ...]]] = {}

@@ -1,4 +1,5 @@
-"""The trainer's mathematics against Hugging Face's numbers, its dropout, and that a few steps learn something."""
+"""The trainer's mathematics against Hugging Face's numbers, its dropout, and that a few steps learn
+something."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from jaxvllm.models import qwen3
 GOLDEN = Path(__file__).resolve().parents[1] / "golden_data" / "gqa_6_to_2_head_dim_40"
 SMALL = ModelConfig(
     vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=16, max_position_embeddings=64, tie_word_embeddings=True, dtype="bfloat16",
-    eos_token_ids=(0,),
+    num_key_value_heads=1, head_dim=16, max_position_embeddings=64, tie_word_embeddings=True,
+    dtype="bfloat16", eos_token_ids=(0,),
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from jaxvllm.runtime.step import run_model, unpack
 
 
 def last_token_logits(llm: Engine, prompts: Sequence[np.ndarray]) -> np.ndarray:
-    """float32 [len(prompts), vocab]: a prompt at a time through a ragged bucket, the paged cache and the real kernels."""
+    """float32 [len(prompts), vocab]: one prompt at a time, a ragged bucket, the paged cache and the real kernels."""
     executor, size = llm._executor, llm.config.block_size
     bucket = llm.buckets.fit("ragged", max(len(p) for p in prompts))
     layout = executor.layout(bucket)

@@ -1,4 +1,4 @@
-"""Full-size random models against transformers on the same GPU (`make test-gpu`; needs torch and transformers there)."""
+"""Full-size random models against transformers on the same GPU (make test-gpu; needs torch and transformers there)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.gpu.support import last_token_logits, record
 
 from jaxvllm import Engine, SamplingParams
+from tests.gpu.support import last_token_logits, record
 
 pytestmark = pytest.mark.gpu
 NEW_TOKENS = 32

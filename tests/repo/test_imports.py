@@ -10,27 +10,30 @@ from tests.repo.sources import ROOT, imports, module_name, python_files
 
 # room -> the jaxvllm modules that its files may import (and everything below them). A room's own files may
 # always import each other; a room that isn't listed (engine, cli, ...) may import anything.
+CONFIG = ("jaxvllm.config", "jaxvllm.rope")
 ALLOWED = {
-    "jaxvllm.config": (),
+    "jaxvllm.rope": (),
+    "jaxvllm.config": ("jaxvllm.rope",),
     "jaxvllm.sampling_params": (),
     "jaxvllm.outputs": (),
     "jaxvllm.detokenizer": (),
     "jaxvllm.tokenizer": ("jaxvllm.detokenizer",),
-    "jaxvllm.core": ("jaxvllm.config", "jaxvllm.sampling_params"),
+    "jaxvllm.core": (*CONFIG, "jaxvllm.sampling_params"),
     "jaxvllm.replay": ("jaxvllm.core", "jaxvllm.sampling_params"),
     "jaxvllm.kernels": (),
-    "jaxvllm.models": ("jaxvllm.kernels", "jaxvllm.config"),
+    "jaxvllm.models": (*CONFIG, "jaxvllm.kernels"),
     "jaxvllm.runtime": (
+        *CONFIG,
         "jaxvllm.models",
         "jaxvllm.kernels",
         "jaxvllm.core.plan",
         "jaxvllm.core.buckets",
-        "jaxvllm.config",
     ),
-    "jaxvllm.convert": ("jaxvllm.models", "jaxvllm.config"),
+    "jaxvllm.convert": (*CONFIG, "jaxvllm.models"),
 }
 # room -> the only third-party packages that its files may import
 THIRD_PARTY = {
+    "jaxvllm.rope": set(),
     "jaxvllm.config": set(),
     "jaxvllm.sampling_params": {"numpy"},
     "jaxvllm.outputs": set(),
@@ -68,9 +71,7 @@ def test_a_room_imports_only_what_it_may(path: Path) -> None:
             if not free and not any(inside(name, target) for target in (room, *ALLOWED[room])):
                 wrong.append(f"line {line}: {name}; {room} may import {ALLOWED[room] or 'no other room'}")
         elif top not in sys.stdlib_module_names and top not in THIRD_PARTY.get(room, {top}):
-            wrong.append(
-                f"line {line}: {name}; {room} may use {sorted(THIRD_PARTY[room]) or 'the stdlib only'}"
-            )
+            wrong.append(f"line {line}: {name}; {room} may use {sorted(THIRD_PARTY[room]) or 'the stdlib only'}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -120,9 +121,7 @@ def code_of(path: Path) -> str:
 )
 def test_importing_it_never_imports_jax(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('jax', 'flax', 'transformers') if m in sys.modules])"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
 

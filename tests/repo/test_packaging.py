@@ -15,9 +15,7 @@ from tests.repo.sources import ROOT, python_files
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("setuptools", reason="the dev extra has it; a wheel can't be built without")
     source = tmp_path_factory.mktemp("source") / "jaxvllm"
-    unwanted = shutil.ignore_patterns(
-        ".git", ".venv*", "__pycache__", "build", "*.egg-info", "tests", "examples"
-    )
+    unwanted = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "build", "*.egg-info", "tests", "examples")
     shutil.copytree(ROOT, source, symlinks=True, ignore=unwanted)
     target = source.parent / "wheel"
     build = [

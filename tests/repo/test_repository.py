@@ -109,9 +109,7 @@ def test_find_python_knows_pyenv_and_fails_clearly(tmp_path: Path, home: str) ->
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     env = {"PATH": str(tools), "HOME": str(tmp_path), "PYENV_ROOT": str(tmp_path / home)}
-    done = subprocess.run(
-        ["sh", str(ROOT / "scripts" / "find_python.sh")], env=env, capture_output=True, text=True
-    )
+    done = subprocess.run(["sh", str(ROOT / "scripts" / "find_python.sh")], env=env, capture_output=True, text=True)
     if home == "pyenv":
         assert done.stdout.strip() == str(python)
     else:

@@ -1,0 +1,116 @@
+"""The Triton kernels lower for CUDA, here on the CPU, for the GPU's shapes and odd ones; and the default tunables."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from jaxvllm import kernels
+from jaxvllm.kernels.decode_triton import decode_config
+from jaxvllm.kernels.prefill_triton import prefill_config
+from tests.kernels import cases
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
+DEVICES = {"NVIDIA H200": 132, "NVIDIA A100-SXM4-80GB": 108}
+TRITON_CALL = "custom_call @__gpu$xla.gpu.triton"
+ODD_CASES = ("mha-4", "block1", "block3", "fresh-4", "tile64-many-pads")  # small blocks, tiles larger than the step
+DECODE_CASES = [*cases.LARGE_DECODE_CASES, *(c for c in cases.DECODE_CASES if c.name in ODD_CASES)]
+RAGGED_CASES = [*cases.LARGE_RAGGED_CASES, *(c for c in cases.RAGGED_CASES if c.name in ODD_CASES)]
+
+
+def arrays(shape: cases.Shape, dtype: str, tokens: int, batch: int, width: int, layers: int = 36, blocks: int = 999):
+    """Abstract q, kv, layer, block_tables, context_lens."""
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    kv = (layers, 2, blocks, shape.heads[1], shape.block_size, shape.head_dim)
+    return (
+        jax.ShapeDtypeStruct((tokens, shape.heads[0], shape.head_dim), jnp.dtype(dtype)),
+        jax.ShapeDtypeStruct(kv, jnp.dtype(dtype)),
+        ints(()),
+        ints((batch, width)),
+        ints((batch,)),
+    )
+
+
+def cuda_text(function, arguments, device_kind: str = "NVIDIA H200", **jit_options) -> str:
+    """StableHLO of function for a GPU that isn't there."""
+    device = AbstractDevice(device_kind=device_kind, num_cores=DEVICES[device_kind], platform="gpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        traced = jax.jit(function, **jit_options).trace(*arguments)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def decode_text(shape: cases.Shape, dtype: str, batch: int, width: int, **options) -> str:
+    function = functools.partial(kernels.decode_attention, scale=0.1, backend="triton")
+    return cuda_text(function, arrays(shape, dtype, batch, batch, width), **options)
+
+
+def ragged_text(case: cases.RaggedCase, dtype: str, **options) -> str:
+    batch = len(case.rows) + case.pad_seqs
+    tiles = case.tokens // case.query_tile + batch
+    ints = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (batch + 1, tiles, tiles)]
+    function = functools.partial(kernels.ragged_attention, scale=0.1, query_tile=case.query_tile, backend="triton")
+    return cuda_text(function, (*arrays(case.shape, dtype, case.tokens, batch, 8), *ints), **options)
+
+
+@pytest.mark.parametrize("case", DECODE_CASES, ids=lambda c: c.name)
+def test_decode_lowers(case: cases.DecodeCase) -> None:
+    text = decode_text(case.shape, "bfloat16", len(case.context_lens), case.width or 8)
+    assert text.count(TRITON_CALL) in (1, 2)
+
+
+@pytest.mark.parametrize("case", RAGGED_CASES, ids=lambda c: c.name)
+def test_ragged_lowers_to_one_launch(case: cases.RaggedCase) -> None:
+    assert ragged_text(case, "bfloat16").count(TRITON_CALL) == 1
+
+
+@pytest.mark.parametrize("shape", cases.WRITE_SHAPES, ids=lambda s: f"{s.heads[1]}x{s.head_dim}-{s.block_size}")
+def test_write_lowers_to_one_launch_in_place(shape: cases.Shape) -> None:
+    q, kv, layer, _, slots = arrays(shape, "bfloat16", 24, 24, 1)
+    rows = jax.ShapeDtypeStruct((24, shape.heads[1], shape.head_dim), q.dtype)
+    function = functools.partial(kernels.write_kv, backend="triton")
+    text = cuda_text(function, (kv, layer, rows, rows, slots), donate_argnums=0)
+    assert text.count(TRITON_CALL) == 1
+    assert "output_operand_alias<output_tuple_indices = [], operand_index = 4" in text
+    assert "tf.aliasing_output = 0" in text or "jax.buffer_donor" in text
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_float32_lowers(device: str) -> None:
+    shape = cases.Shape((16, 8), 128, 64)
+    assert TRITON_CALL in decode_text(shape, "float32", 8, 64, device_kind=device)
+    case = cases.RaggedCase("float32", shape, ((100, 100),), 128, 64)
+    assert TRITON_CALL in ragged_text(case, "float32", device_kind=device)
+
+
+def test_a_large_batch_is_one_launch_and_a_small_one_adds_the_combine() -> None:
+    shape = cases.Shape((16, 8), 128, 64)
+    assert decode_text(shape, "bfloat16", 256, 64).count(TRITON_CALL) == 1
+    assert decode_text(shape, "bfloat16", 1, 64).count(TRITON_CALL) == 2
+
+
+def test_splits_follow_the_batch_the_machine_and_the_table() -> None:
+    config = functools.partial(decode_config, kv_heads=8, head_dim=128, block_size=64, itemsize=2)
+    assert [config(batch, width=64, sms=132).num_splits for batch in (1, 8, 64, 256)] == [32, 8, 1, 1]
+    assert config(1, width=1, sms=132).num_splits == 1
+    assert config(1, width=1024, sms=132).num_splits == 64
+    assert config(8, width=64, sms=264).num_splits == 16
+
+
+def test_tiles_fit_blocks_and_shared_memory() -> None:
+    for head_dim in (16, 64, 128, 256):
+        for itemsize in (2, 4):
+            for block_size in (1, 3, 16, 64, 128, 256):
+                tile = decode_config(4, 2, head_dim, block_size, 8, itemsize, 132).tile
+                assert tile >= 16
+                assert tile & (tile - 1) == 0
+                assert tile * head_dim * itemsize <= 32768
+    assert decode_config(4, 2, 128, 128, 8, 2, 132).tile == 128  # whole blocks
+    assert decode_config(4, 2, 128, 64, 8, 2, 132).tile == 64
+
+
+def test_a_prefill_program_never_mixes_kv_heads() -> None:
+    for group in (1, 2, 4, 5, 8):
+        assert group % prefill_config(group, 128, 2, 64).heads == 0

@@ -1,0 +1,19 @@
+"""The README's example runs as it stands there."""
+
+import re
+
+import pytest
+
+from tests.repo.sources import ROOT
+
+
+def test_the_ten_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (ROOT / "examples" / "tiny-kjv" / "config.json").exists():
+        pytest.skip("examples/tiny-kjv isn't there")
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(ROOT)
+    exec(compile(example, "README.md", "exec"), {})
+    lines = capsys.readouterr().out
+    assert "In the beginning" in lines
+    assert "And the king said" in lines
+    assert re.search(r" (length|stop)$", lines, re.MULTILINE)
