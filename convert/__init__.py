@@ -44,6 +44,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         return getattr(importlib.import_module(_EXPORTS[name]), name)
-    raise AttributeError(
-        f"module 'jaxvllm.convert' has no attribute {name!r}; it exports {', '.join(__all__)}"
-    )
+    raise AttributeError(f"module 'jaxvllm.convert' has no attribute {name!r}; it exports {', '.join(__all__)}")

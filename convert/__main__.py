@@ -24,13 +24,9 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "src", metavar="SRC", help="folder with config.json and safetensors (--to hf: one of ours)"
-    )
+    parser.add_argument("src", metavar="SRC", help="folder with config.json and safetensors (--to hf: one of ours)")
     parser.add_argument("dst", metavar="DST", help="folder to write; must not exist, except with --force")
-    parser.add_argument(
-        "--dtype", choices=sorted(DTYPE_BYTES), help="cast the weights (default: as they are)"
-    )
+    parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), help="cast the weights (default: as they are)")
     parser.add_argument("--to", choices=("jaxvllm", "hf"), default="jaxvllm", help="format to write")
     parser.add_argument("--force", action="store_true", help="replace the checkpoint in DST")
     return parser
@@ -43,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import jax  # after --help
 
-    jax.config.update(
-        "jax_platforms", "cpu"
-    )  # orbax starts a backend; a GPU's memory isn't ours to take here
+    jax.config.update("jax_platforms", "cpu")  # orbax starts a backend; a GPU's memory isn't ours to take here
     from jaxvllm.convert import build
 
     start = time.perf_counter()

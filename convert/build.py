@@ -90,9 +90,7 @@ def convert_checkpoint(
             "format_version": FORMAT_VERSION,
             "tool_version": jaxvllm.__version__,
             "source": {name: (src / name).stat().st_size for name in reader.files},
-            "params": {
-                path: {"shape": s.shape, "dtype": s.dtype, "part": s.part} for path, s in stored.items()
-            },
+            "params": {path: {"shape": s.shape, "dtype": s.dtype, "part": s.part} for path, s in stored.items()},
             "files": files,
         }
         (folder / MANIFEST).write_text(_manifest_text(manifest), encoding="utf-8")
@@ -100,9 +98,7 @@ def convert_checkpoint(
     return Written(Path(dst), len(stored), num_elements(stored), sum(sizes))
 
 
-def _write_parts(
-    reader: HFReader, table: Table, dtype: np.dtype | None, params: Path
-) -> dict[str, StoredParam]:
+def _write_parts(reader: HFReader, table: Table, dtype: np.dtype | None, params: Path) -> dict[str, StoredParam]:
     stored: dict[str, StoredParam] = {}
     part: dict[str, np.ndarray] = {}
     number = 0
@@ -127,9 +123,7 @@ def export_hf(
     """Our format -> a Hugging Face folder with one model.safetensors, bit for bit without ``dtype``."""
     src = Path(src)
     if detect(src) != "jaxvllm":
-        raise CheckpointError(
-            src, ["is a Hugging Face folder already; without --to hf it is converted to ours"]
-        )
+        raise CheckpointError(src, ["is a Hugging Face folder already; without --to hf it is converted to ours"])
     wanted = _output_dtype(dtype)
     with OrbaxReader(src) as reader, building(dst, src=src, force=force) as folder:
         table = reader.canonical
@@ -152,16 +146,12 @@ def _manifest_text(manifest: dict[str, Any]) -> str:
     for key, value in manifest.items():
         text = json.dumps(value)
         if isinstance(value, dict):
-            text = (
-                "{\n  " + ",\n  ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "\n }"
-            )
+            text = "{\n  " + ",\n  ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "\n }"
         fields.append(f" {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
-def _tensors_of(
-    reader: OrbaxReader, table: Table, dtype: np.dtype | None
-) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors_of(reader: OrbaxReader, table: Table, dtype: np.dtype | None) -> Iterator[tuple[str, np.ndarray]]:
     for info in table.values():
         value = reader.read(info, dtype)
         for source in info.sources:
@@ -207,13 +197,9 @@ def building(dst: str | os.PathLike[str], *, src: Path, force: bool) -> Iterator
     if there and not force:
         raise CheckpointError(target, ["is there already: choose another target, or replace it with --force"])
     if there and not (target / "config.json").is_file():
-        raise CheckpointError(
-            target, ["holds no config.json, so it isn't a checkpoint and --force won't replace it"]
-        )
+        raise CheckpointError(target, ["holds no config.json, so it isn't a checkpoint and --force won't replace it"])
     for left in target.parent.glob(f"{target.name}.partial-*"):
-        logger.warning(
-            "%s was left by a conversion that was stopped or still runs; remove it if none does", left
-        )
+        logger.warning("%s was left by a conversion that was stopped or still runs; remove it if none does", left)
     work = target.with_name(f"{target.name}.partial-{os.getpid()}")
     try:
         work.mkdir(parents=True)

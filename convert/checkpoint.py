@@ -79,17 +79,13 @@ class OrbaxReader:
             if not os.path.isfile(file):  # unlike Path.is_file, False for a name that no disk could hold
                 problems.append(f"file {name} isn't there: convert the model again")
             elif file.stat().st_size != size:
-                problems.append(
-                    f"file {name} has {file.stat().st_size} bytes, {MANIFEST} says {size}: it is damaged"
-                )
+                problems.append(f"file {name} has {file.stat().st_size} bytes, {MANIFEST} says {size}: it is damaged")
         for path, info in self.canonical.items():
             stored = self.stored.get(path)
             if stored is None:
                 problems.append(f"missing parameter {path}")
             elif stored.shape != info.shape:
-                problems.append(
-                    f"mis-shaped parameter {path}: {list(stored.shape)}, expected {list(info.shape)}"
-                )
+                problems.append(f"mis-shaped parameter {path}: {list(stored.shape)}, expected {list(info.shape)}")
         for path in self.stored.keys() - self.canonical.keys():
             problems.append(f"unused parameter {path}: config.json's model has no place for it")
         return problems + self._table_problems(table)

@@ -20,6 +20,4 @@ class CheckpointError(ValueError):
     def __str__(self) -> str:
         if len(self.problems) == 1:
             return f"{self.path}: {self.problems[0]}"
-        return f"{self.path} has {len(self.problems)} problems:" + "".join(
-            f"\n  - {p}" for p in self.problems
-        )
+        return f"{self.path} has {len(self.problems)} problems:" + "".join(f"\n  - {p}" for p in self.problems)

@@ -64,24 +64,18 @@ class HFReader:
         """Everything wrong with this folder for ``table``: files; missing, unused, mis-shaped; tied head."""
         needed = {s.name: s.shape for info in table.values() for s in info.sources}
         problems = list(self._problems)
-        problems += [
-            self._missing(name) for name in needed if name not in self.tensors and not self._explained(name)
-        ]
+        problems += [self._missing(name) for name in needed if name not in self.tensors and not self._explained(name)]
         for name, entry in self.tensors.items():
             if name in needed:
                 if entry.shape != needed[name]:
-                    problems.append(
-                        f"mis-shaped tensor {name}: {list(entry.shape)}, expected {list(needed[name])}"
-                    )
+                    problems.append(f"mis-shaped tensor {name}: {list(entry.shape)}, expected {list(needed[name])}")
                 problems += _dtype_problems(entry)
             elif name == HEAD and EMBEDDING in needed:
                 problems += self._tied_head_problems(needed[EMBEDDING])
             elif IGNORED.search(name):
                 logger.info("%s: %s is computed from config.json, the stored one is ignored", self.path, name)
             else:
-                problems.append(
-                    f"unused tensor {name} {list(entry.shape)}: config.json's model has no place for it"
-                )
+                problems.append(f"unused tensor {name} {list(entry.shape)}: config.json's model has no place for it")
         return problems
 
     def read(self, info: ParamInfo, dtype: np.dtype | None = None) -> np.ndarray:
@@ -105,9 +99,7 @@ class HFReader:
                 self._broken.add(name)
             elif name not in held:
                 self._broken.add(name)
-                self._problems.append(
-                    f"missing tensor {name}: {INDEX} places it in {file}, which doesn't hold it"
-                )
+                self._problems.append(f"missing tensor {name}: {INDEX} places it in {file}, which doesn't hold it")
             else:
                 self.tensors[name] = held[name]
         for held in filter(None, headers.values()):
@@ -137,9 +129,7 @@ class HFReader:
         if not _stays_inside(file):
             self._problems.append(f"{INDEX} names {file!r}, which lies outside of the folder")
             return None
-        if not os.path.isfile(
-            self.path / file
-        ):  # unlike Path.is_file, False for a name that no disk could hold
+        if not os.path.isfile(self.path / file):  # unlike Path.is_file, False for a name that no disk could hold
             self._problems.append(f"{INDEX} names {file!r}, which isn't there: download it again")
             return None
         try:
@@ -207,13 +197,7 @@ def _dtype_problems(entry: TensorEntry) -> list[str]:
 def _stays_inside(name: str) -> bool:
     # By name, not by resolving: a model hub's cache consists of links to files elsewhere.
     path = PurePosixPath(name)
-    return (
-        bool(name)
-        and not path.is_absolute()
-        and ".." not in path.parts
-        and "\\" not in name
-        and "\0" not in name
-    )
+    return bool(name) and not path.is_absolute() and ".." not in path.parts and "\\" not in name and "\0" not in name
 
 
 def _first_difference(a: TensorEntry, b: TensorEntry) -> int | None:

@@ -54,9 +54,7 @@ class TensorEntry:
         except OSError as error:
             raise CheckpointError(self.file, [f"{self.name} can't be read: {error.strerror}"]) from error
         if got != data.nbytes:
-            raise CheckpointError(
-                self.file, [f"{self.name} ends after {got} of {data.nbytes} bytes: file changed"]
-            )
+            raise CheckpointError(self.file, [f"{self.name} ends after {got} of {data.nbytes} bytes: file changed"])
         return data.reshape(self.shape) if count is None else data
 
 
@@ -87,13 +85,9 @@ def _parse_header(file: Path, stream: BinaryIO, size: int) -> list[TensorEntry]:
         raise CheckpointError(file, [f"is truncated: {size} bytes, a safetensors file has at least 8"])
     (length,) = struct.unpack("<Q", prefix)
     if length > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            file, [f"header length {length} is above {MAX_HEADER_BYTES}: not a safetensors file"]
-        )
+        raise CheckpointError(file, [f"header length {length} is above {MAX_HEADER_BYTES}: not a safetensors file"])
     if 8 + length > size:
-        raise CheckpointError(
-            file, [f"is truncated: its header ends at byte {8 + length}, the file has {size}"]
-        )
+        raise CheckpointError(file, [f"is truncated: its header ends at byte {8 + length}, the file has {size}"])
     try:
         header = json.loads(stream.read(length).decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:

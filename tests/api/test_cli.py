@@ -15,9 +15,7 @@ GOLDEN = ROOT / "tests" / "golden_data"
 
 def test_help_answers_without_jax_and_has_examples() -> None:
     code = (
-        "import sys; from jaxvllm import cli\n"
-        "try: cli.main(['--help'])\n"
-        "except SystemExit: print('jax' in sys.modules)"
+        "import sys; from jaxvllm import cli\ntry: cli.main(['--help'])\nexcept SystemExit: print('jax' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "jaxvllm generate examples/tiny-kjv" in done.stdout

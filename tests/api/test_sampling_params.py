@@ -75,9 +75,7 @@ def test_special_values_as_in_vllm() -> None:
     assert SamplingParams(max_tokens=None).max_tokens is None
     assert SamplingParams(stop_token_ids=None).stop_token_ids == ()  # type: ignore[arg-type]
     assert SamplingParams(temperature=0).temperature == 0.0
-    assert (
-        SamplingParams(temperature=9e-6).temperature == 0.0
-    )  # greedy, so that logits / temperature is finite
+    assert SamplingParams(temperature=9e-6).temperature == 0.0  # greedy, so that logits / temperature is finite
     assert SamplingParams(temperature=1e-4).temperature == 1e-4
 
 

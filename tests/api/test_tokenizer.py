@@ -75,9 +75,7 @@ def test_what_is_not_text_is_refused(tmp_path: Path, bad: object) -> None:
 
 def test_a_start_token_is_added_once(tmp_path: Path) -> None:
     raw = make.byte_level()
-    raw.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
+    raw.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     tokenizer = load(directory(tmp_path, raw))
     the = make.byte_level().encode("the").ids
     assert tokenizer.encode("the") == [0, *the]
@@ -93,10 +91,7 @@ def test_chat_template(tmp_path: Path) -> None:
     tokenizer = load(directory(tmp_path, chat_template=CHATML))
     text = tokenizer.apply_chat_template(CHAT)
     assert text == "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
-    assert (
-        tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)
-        == text[: -len("<|im_start|>assistant\n")]
-    )
+    assert tokenizer.apply_chat_template(CHAT, add_generation_prompt=False) == text[: -len("<|im_start|>assistant\n")]
     assert tokenizer.apply_chat_template(CHAT, enable_thinking=False) == text + "<think>"
     ids = tokenizer.encode_chat(CHAT)
     assert ids.count(1) == 2
@@ -106,9 +101,7 @@ def test_chat_template(tmp_path: Path) -> None:
 def test_chat_does_not_double_the_start_token(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     raw = make.byte_level()
-    raw.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
+    raw.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     tokenizer = load(directory(tmp_path, raw, chat_template="<|endoftext|>" + CHATML))
     assert tokenizer.encode_chat(CHAT).count(0) == 1
     assert tokenizer.encode(tokenizer.apply_chat_template(CHAT)).count(0) == 1

@@ -78,9 +78,7 @@ def test_tied_model_with_an_equal_head(tmp_path: Path) -> None:
 
 
 def test_tied_model_with_another_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "jaxvllm.convert.hf._COMPARE_ELEMENTS", 1000
-    )  # many pieces, the difference in a late one
+    monkeypatch.setattr("jaxvllm.convert.hf._COMPARE_ELEMENTS", 1000)  # many pieces, the difference in a late one
     folder = golden_copy(TIED, tmp_path / "m")
     head = hf_tensors(folder)[EMBED].copy()
     head[300, 63] = np.nextafter(head[300, 63], np.float32(np.inf))
@@ -214,10 +212,7 @@ def test_file_and_tensor_problems_together(tmp_path: Path) -> None:
     problems = problems_of(folder)
     assert len(problems) == 3
     assert any("is truncated" in p for p in problems)
-    assert (
-        sum(f"mis-shaped tensor {name}: [331, 64], expected [400, 64]" in problems for name in (EMBED, HEAD))
-        == 2
-    )
+    assert sum(f"mis-shaped tensor {name}: [331, 64], expected [400, 64]" in problems for name in (EMBED, HEAD)) == 2
 
 
 @pytest.mark.parametrize(

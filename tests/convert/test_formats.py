@@ -130,9 +130,7 @@ def test_conversion_with_a_dtype_casts_and_says_so_in_config(tmp_path: Path) -> 
     with open_checkpoint(tmp_path / "ours") as reader:
         embed = reader.read(param_table(config)["embed"])
     assert same_bits(embed, hf_tensors(GOLDEN_DIR / GOLDEN[0])[helpers.EMBED].astype(ml_dtypes.bfloat16))
-    with pytest.raises(
-        ValueError, match=r"dtype='float16' can't be written; choose one of bfloat16, float32"
-    ):
+    with pytest.raises(ValueError, match=r"dtype='float16' can't be written; choose one of bfloat16, float32"):
         convert_checkpoint(source, tmp_path / "half", dtype="float16")
 
 

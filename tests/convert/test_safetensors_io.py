@@ -121,6 +121,4 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
     assert back.keys() == tensors.keys()
     assert all(np.array_equal(back[n], tensors[n]) for n in tensors)
     save_file(back, tmp_path / "g")
-    assert {n: e.shape for n, e in read_header(tmp_path / "g").items()} == {
-        n: t.shape for n, t in tensors.items()
-    }
+    assert {n: e.shape for n, e in read_header(tmp_path / "g").items()} == {n: t.shape for n, t in tensors.items()}

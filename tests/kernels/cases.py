@@ -92,7 +92,7 @@ LARGE_RAGGED_CASES = (
     RaggedCase("ratio5", Shape((40, 8), 128, 16), ((100, 333), (1, 50)), 128, 64),
     RaggedCase("wide-head", Shape((8, 2), 256, 256), ((150, 600), (3, 3)), 256, 64),
     RaggedCase("narrow-head", Shape((8, 8), 64, 32), ((77, 90), (90, 777)), 256, 64),
-    RaggedCase("long-prefix", Shape((4, 2), 128, 64), ((256, 8192),), 256, 64),
+    RaggedCase("long-prefix", Shape((4, 2), 128, 64), ((70, 8192),), 128, 64),
     RaggedCase("singles-and-chunk", Shape((4, 2), 64, 64), (*((1, n) for n in range(1, 101)), (150, 400)), 256, 64),
 )
 

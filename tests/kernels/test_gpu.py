@@ -8,10 +8,7 @@ import pytest
 from jaxvllm.kernels import decode_triton, prefill_triton
 from tests.kernels import cases, test_api, test_attention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.gpu
 
 BACKENDS = ("xla", "triton")
 DTYPES = ("float32", "bfloat16")

@@ -12,8 +12,6 @@ from jaxvllm.kernels.decode_triton import decode_config
 from jaxvllm.kernels.prefill_triton import prefill_config
 from tests.kernels import cases
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-
 DEVICES = {"NVIDIA H200": 132, "NVIDIA A100-SXM4-80GB": 108}
 TRITON_CALL = "custom_call @__gpu$xla.gpu.triton"
 ODD_CASES = ("mha-4", "block1", "block3", "fresh-4", "tile64-many-pads")  # small blocks, tiles larger than the step
