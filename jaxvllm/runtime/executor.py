@@ -27,7 +27,7 @@ from jaxvllm.core.plan import PlanLayout
 from jaxvllm.kernels import ResolvedBackends
 from jaxvllm.models.params import Table, nest
 from jaxvllm.runtime.mesh import TP, sharding, spmd
-from jaxvllm.runtime.state import STATE_SPECS, DeviceState, allocate_state, state_shapes
+from jaxvllm.runtime.state import STATE_SPECS, allocate_state, state_shapes
 from jaxvllm.runtime.step import make_score, make_step
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Executor:
              for path, info in table.items()}
         )  # fmt: skip
         self.params: dict[str, Any] = {}
-        self.state: DeviceState | None = None
+        self.state: Any = None  # DeviceState, once started
         self.num_blocks = 0
         self.num_compiles = 0
         self.compiles_after_warmup = 0

@@ -1,6 +1,6 @@
 """Checks on a real Qwen3 checkpoint that a user has: JAXVLLM_QWEN3=DIR make test-real. Skipped when unset.
 
-Greedy text must be sensible and reproducible, alone and in a batch, chunked or not; logits are compared with transformers
+Greedy text must be sensible and reproducible, alone and in a batch; logits are compared with transformers
 (on the CPU, in the checkpoint's dtype and in float32) where torch is installed.
 """
 

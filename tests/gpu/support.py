@@ -41,6 +41,7 @@ def last_token_logits(llm: Engine, prompts: Sequence[np.ndarray]) -> np.ndarray:
         plan.slot_mapping[:n] = np.arange(n)
         plan.context_lens[0] = n
         plan.block_tables[0, : -(-n // size)] = np.arange(-(-n // size))
+        assert plan.query_start is not None and plan.tile_seq is not None and plan.tile_start is not None
         plan.query_start[1:] = n
         tiles = np.arange(0, n, layout.query_tile)
         plan.tile_seq[: tiles.size], plan.tile_start[: tiles.size] = 0, tiles
