@@ -20,9 +20,11 @@ from .shapes import check_decode, check_ragged, check_write
 __all__ = [
     "BACKENDS",
     "ResolvedBackends",
+    "add_rms_norm",
     "decode_attention",
     "dot_precision",
     "einsum",
+    "qk_norm_rope_write",
     "ragged_attention",
     "resolve_backend",
     "write_kv",
@@ -102,3 +104,36 @@ def ragged_attention(
         scale=scale,
         query_tile=query_tile,
     )
+
+
+def add_rms_norm(
+    x: jax.Array, delta: jax.Array, weight: jax.Array, *, eps: float, backend: str
+) -> tuple[jax.Array, jax.Array]:
+    """x, delta [T, H] of one dtype, weight [H] -> (x + delta, rms_norm(x + delta, eps) * weight), both [T, H].
+
+    backend: a Triton one (`ResolvedBackends.fused`); elsewhere models compose it of plain jax.
+    """
+    return implementation("add_rms_norm", backend)(x, delta, weight, eps=eps)
+
+
+def qk_norm_rope_write(
+    qkv: jax.Array,
+    q_norm: jax.Array,
+    k_norm: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    kv: jax.Array,
+    layer: int | jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    eps: float,
+    backend: str,
+) -> tuple[jax.Array, jax.Array]:
+    """From the fused projection to attention's operands: (q [T, Hkv * G, D], the cache with this step's k and v).
+
+    qkv [T, Hkv, G + 2, D] in kv's dtype: G query lanes, key, value. Query and key lanes are RMS-normed over D with
+    q_norm, k_norm [D] and rotated, pair (i, i + D/2), by cos, sin [T, D/2] float32. Slots as in `write_kv`, in place.
+    backend: a Triton one (`ResolvedBackends.fused`); elsewhere models compose it of plain jax and `write_kv`.
+    """
+    function = implementation("qk_norm_rope_write", backend)
+    return function(qkv, q_norm, k_norm, cos, sin, kv, layer, slot_mapping, eps=eps)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from .shapes import FLOAT_DTYPES
 
 OPERATIONS = ("write_kv", "decode_attention", "ragged_attention")
+FUSED = ("add_rms_norm", "qk_norm_rope_write")  # Triton only: elsewhere models compose them of plain jax
 _MODULES = {
     "reference": dict.fromkeys(OPERATIONS, "reference"),
     "xla": dict.fromkeys(OPERATIONS, "xla"),
@@ -23,6 +24,8 @@ _MODULES = {
         "write_kv": "kv_write_triton",
         "decode_attention": "decode_triton",
         "ragged_attention": "prefill_triton",
+        "add_rms_norm": "norm_triton",
+        "qk_norm_rope_write": "qkv_write_triton",
     },
 }
 _INTERPRETED = {"triton_interpret": "triton"}  # runs anywhere, slowly, through XLA: for tests
@@ -38,6 +41,11 @@ class ResolvedBackends:
     decode_attention: str
     ragged_attention: str
     reason: str
+
+    @property
+    def fused(self) -> str | None:
+        """The backend of the fused elementwise kernels (FUSED), or None: compose them of plain jax."""
+        return self.write_kv if self.write_kv.startswith("triton") else None
 
 
 def resolve_backend(

@@ -24,6 +24,12 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (x32 * scale).astype(x.dtype) * weight
 
 
+def add_rms_norm(x: jax.Array, delta: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+    """(x + delta, rms_norm(x + delta)), both [T, H]: a residual sum and the norm that follows it."""
+    total = x + delta
+    return total, rms_norm(total, weight, eps)
+
+
 def project(x: jax.Array, weight: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """x [..., K] times weight [N..., K] transposed -> [..., N...], both as Hugging Face stores them (out, in)."""
     flat = weight.reshape(-1, weight.shape[-1])

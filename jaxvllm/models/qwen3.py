@@ -8,16 +8,31 @@ caller's: ``attend`` writes to a paged cache in the engine and is dense and caus
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 
 from jaxvllm.config import ConfigError, ModelConfig
-from jaxvllm.models.layers import apply_rope, embed_tokens, project, rms_norm, rope_tables, tp_sum
+from jaxvllm.models.layers import add_rms_norm, apply_rope, embed_tokens, project, rms_norm, rope_tables, tp_sum
 from jaxvllm.models.params import ParamInfo, Source, Table
 
-# (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], carry) -> (out [T, Hq, D], carry)
-type Attend[Carry] = Callable[[int, jax.Array, jax.Array, jax.Array, Carry], tuple[jax.Array, Carry]]
+# (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], carry) -> (out [T, Hq, D], carry); k, v None: written already
+type Attend[Carry] = Callable[[int, jax.Array, jax.Array | None, jax.Array | None, Carry], tuple[jax.Array, Carry]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fused[Carry]:
+    """Kernels for what lies between the projections; each computes what the plain lines of ``forward`` do.
+
+    add_norm(x, delta, weight) -> (x + delta, its norm), all [T, H].
+    norm_rope_write(layer, qkv [T, Hkv, G + 2, D], q_norm [D], k_norm [D], cos, sin [T, D/2], carry)
+    -> (q [T, Hq, D] normed and rotated, the carry with keys and values written).
+    """
+
+    add_norm: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    norm_rope_write: Callable[..., tuple[jax.Array, Carry]]
 
 
 def param_table(config: ModelConfig, *, tp: int = 1) -> Table:
@@ -88,26 +103,37 @@ def param_table(config: ModelConfig, *, tp: int = 1) -> Table:
 
 
 def forward[Carry](params: Mapping[str, Any], config: ModelConfig, token_ids: jax.Array, positions: jax.Array,
-            attend: Attend[Carry], carry: Carry, *, axis: str | None = None) -> tuple[jax.Array, Carry]:  # fmt: skip
+                   attend: Attend[Carry], carry: Carry, *, axis: str | None = None,
+                   fused: Fused[Carry] | None = None) -> tuple[jax.Array, Carry]:  # fmt: skip
     """token_ids [T], positions [T] int32 -> hidden states [T, H] after the last norm, and the carry.
 
     ``params`` holds this shard's part of the tree (``params.nest``); T packs the tokens of all sequences. ``carry`` is
     threaded through ``attend`` layer by layer (the KV cache in the engine). ``axis`` names the mesh axis, None outside.
+    ``fused`` replaces elementwise chains by kernels that compute the same.
     """
     eps = config.rms_norm_eps
+    add_norm = partial(add_rms_norm, eps=eps) if fused is None else fused.add_norm
     x = embed_tokens(params["embed"], token_ids, axis)  # [T, H]
+    y = rms_norm(x, params["input_norm"][0], eps)
     cos, sin = rope_tables(positions, config.rope, config.head_dim)
+    norms = [*params["input_norm"][1:], params["final_norm"]]  # each follows a layer's residual sum
     for i, layer in enumerate(params["layers"]):
-        y = rms_norm(x, params["input_norm"][i], eps)
-        q, k, v = split_qkv(project(y, layer["qkv"]))
-        q = apply_rope(rms_norm(q, params["q_norm"][i], eps), cos, sin)
-        k = apply_rope(rms_norm(k, params["k_norm"][i], eps), cos, sin)
+        qkv = project(y, layer["qkv"])  # [T, Hkv, G + 2, D]
+        q_norm, k_norm = params["q_norm"][i], params["k_norm"][i]
+        if fused is None:
+            q, k, v = split_qkv(qkv)
+            q = apply_rope(rms_norm(q, q_norm, eps), cos, sin)
+            k = apply_rope(rms_norm(k, k_norm, eps), cos, sin)
+        else:
+            q, carry = fused.norm_rope_write(i, qkv, q_norm, k_norm, cos, sin, carry)
+            k = v = None
         out, carry = attend(i, q, k, v, carry)
-        x = x + tp_sum(project(out.reshape(out.shape[0], -1), layer["o"]), axis)
-        y = rms_norm(x, params["post_norm"][i], eps)
+        out = tp_sum(project(out.reshape(out.shape[0], -1), layer["o"]), axis)
+        x, y = add_norm(x, out, params["post_norm"][i])
         gate_up = project(y, layer["gate_up"])  # [T, 2, I_local]
-        x = x + tp_sum(project(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], layer["down"]), axis)
-    return rms_norm(x, params["final_norm"], eps), carry
+        out = tp_sum(project(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], layer["down"]), axis)
+        x, y = add_norm(x, out, norms[i])
+    return y, carry
 
 
 def split_qkv(qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

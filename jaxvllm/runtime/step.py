@@ -7,6 +7,7 @@ compilation, requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,14 @@ from jax import lax
 
 from jaxvllm.config import ModelConfig
 from jaxvllm.core.plan import PlanLayout
-from jaxvllm.kernels import ResolvedBackends, decode_attention, ragged_attention, write_kv
+from jaxvllm.kernels import (
+    ResolvedBackends,
+    add_rms_norm,
+    decode_attention,
+    qk_norm_rope_write,
+    ragged_attention,
+    write_kv,
+)
 from jaxvllm.models import qwen3
 from jaxvllm.models.layers import head_logits, token_logprobs
 from jaxvllm.runtime.sampler import sample
@@ -43,8 +51,11 @@ def run_model(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespa
     token_ids = jnp.where(source >= 0, last, plan.token_ids)
     scale = model.head_dim**-0.5
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
-        kv = write_kv(kv, layer, k, v, plan.slot_mapping, backend=backends.write_kv)
+    def attend(
+        layer: int, q: jax.Array, k: jax.Array | None, v: jax.Array | None, kv: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        if k is not None and v is not None:
+            kv = write_kv(kv, layer, k, v, plan.slot_mapping, backend=backends.write_kv)
         if layout.bucket.kind == "decode":
             out = decode_attention(q, kv, layer, plan.block_tables, plan.context_lens, scale=scale,
                                    backend=backends.decode_attention)  # fmt: skip
@@ -54,7 +65,19 @@ def run_model(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespa
                                    backend=backends.ragged_attention)  # fmt: skip
         return out, kv
 
-    return qwen3.forward(params, model, token_ids, plan.positions, attend, state.cache.kv, axis=axis)
+    fused = None if backends.fused is None else fused_kernels(plan, model, backends.fused)
+    return qwen3.forward(params, model, token_ids, plan.positions, attend, state.cache.kv, axis=axis, fused=fused)
+
+
+def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backend: str) -> qwen3.Fused[jax.Array]:
+    """The forward's elementwise chains as kernels, for the plan's slots."""
+
+    def norm_rope_write(layer: int, qkv: jax.Array, q_norm: jax.Array, k_norm: jax.Array, cos: jax.Array,
+                        sin: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        return qk_norm_rope_write(qkv, q_norm, k_norm, cos, sin, kv, layer, plan.slot_mapping,
+                                  eps=model.rms_norm_eps, backend=backend)  # fmt: skip
+
+    return qwen3.Fused(partial(add_rms_norm, eps=model.rms_norm_eps, backend=backend), norm_rope_write)
 
 
 def make_step(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackends, axis: str) -> Callable[..., Any]:

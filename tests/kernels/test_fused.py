@@ -1,0 +1,104 @@
+"""The fused elementwise kernels against a float64 oracle: interpreted on the CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxvllm import kernels
+from tests.kernels.test_lowering import cuda_text
+
+EPS = 1e-6
+ON_GPU = jax.default_backend() == "gpu"
+BACKEND = "triton" if ON_GPU else "triton_interpret"
+GPU = pytest.mark.gpu
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
+
+def tolerance(dtype: str) -> dict[str, float]:
+    """bfloat16 is rounded three times here (norm, weight, rotation): three halves of its 2^-8."""
+    return {"atol": 2e-6, "rtol": 2e-6} if dtype == "float32" else {"atol": 1e-2, "rtol": 1.2e-2}
+
+
+def draw(rng: np.random.Generator, *shape: int, dtype: str) -> np.ndarray:
+    return rng.normal(size=shape).astype(jnp.dtype(dtype))
+
+
+def rms(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * weight
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "size"), [(1, 64), (5, 96), (3, 1024), pytest.param(300, 4096, marks=GPU)])
+def test_add_rms_norm(tokens: int, size: int, dtype: str) -> None:
+    rng = np.random.default_rng(size)
+    x, delta = draw(rng, tokens, size, dtype=dtype), draw(rng, tokens, size, dtype=dtype)
+    weight = draw(rng, size, dtype=dtype)
+    function = jax.jit(lambda *args: kernels.add_rms_norm(*args, eps=EPS, backend=BACKEND))
+    total, normed = (np.asarray(out, np.float64) for out in function(x, delta, weight))
+    wide = x.astype(np.float64) + delta.astype(np.float64)
+    np.testing.assert_allclose(total, wide, **tolerance(dtype))
+    np.testing.assert_allclose(normed, rms(total, weight.astype(np.float64)), **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_dim", "block_size"),
+    [(7, (4, 2), 32, 4), (3, (6, 2), 40, 16), (5, (5, 1), 64, 16), (4, (3, 3), 16, 1),
+     pytest.param(700, (32, 8), 128, 64, marks=GPU), pytest.param(64, (40, 8), 128, 256, marks=GPU)],
+)  # fmt: skip
+def test_qk_norm_rope_write(tokens: int, heads: tuple[int, int], head_dim: int, block_size: int, dtype: str) -> None:
+    """Queries, the written slots, and nothing else of the cache; pads (out of range) are dropped."""
+    rng = np.random.default_rng(head_dim)
+    q_heads, kv_heads = heads
+    groups, layers, layer = q_heads // kv_heads, 3, 1
+    num_blocks = tokens // block_size + 3
+    qkv = draw(rng, tokens, kv_heads, groups + 2, head_dim, dtype=dtype)
+    q_norm, k_norm = draw(rng, head_dim, dtype=dtype), draw(rng, head_dim, dtype=dtype)
+    angles = rng.uniform(0, 7, (tokens, head_dim // 2))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    before = draw(rng, layers, 2, num_blocks, kv_heads, block_size, head_dim, dtype=dtype)
+    slots = rng.permutation(num_blocks * block_size)[:tokens].astype(np.int32)
+    slots[0], slots[1] = -1, num_blocks * block_size
+    function = jax.jit(lambda *args: kernels.qk_norm_rope_write(*args, eps=EPS, backend=BACKEND), donate_argnums=(5,))
+    arguments = (qkv, q_norm, k_norm, cos, sin, jnp.asarray(before), jnp.int32(layer), slots)
+    queries, kv = (np.asarray(out) for out in function(*arguments))
+
+    def rotated(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        x = rms(x.astype(np.float64), weight.astype(np.float64))
+        left, right = np.split(x, 2, axis=-1)
+        c, s = np.cos(angles)[:, None, None], np.sin(angles)[:, None, None]
+        return np.concatenate([left * c - right * s, right * c + left * s], axis=-1)
+
+    wanted = rotated(qkv[:, :, :groups], q_norm).reshape(tokens, q_heads, head_dim)
+    np.testing.assert_allclose(queries.astype(np.float64), wanted, **tolerance(dtype))
+    keys = rotated(qkv[:, :, groups : groups + 1], k_norm)[:, :, 0]
+    values = qkv[:, :, groups + 1]
+    untouched = np.ones(before.shape, bool)
+    for token in range(2, tokens):
+        block, offset = divmod(int(slots[token]), block_size)
+        np.testing.assert_allclose(kv[layer, 0, block, :, offset].astype(np.float64), keys[token], **tolerance(dtype))
+        assert (kv[layer, 1, block, :, offset] == values[token]).all()
+        untouched[layer, :, block, :, offset] = False
+    assert (kv[untouched] == before[untouched]).all()
+
+
+def test_lowers_for_a_gpu() -> None:
+    """Both kernels compile to Triton for an H200 at full-size shapes, from here."""
+    bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
+
+    def both(x, weight, qkv, q_norm, cos, kv, layer, slots):
+        total, y = kernels.add_rms_norm(x, x, weight, eps=EPS, backend="triton")
+        return (
+            total,
+            y,
+            kernels.qk_norm_rope_write(qkv, q_norm, q_norm, cos, cos, kv, layer, slots, eps=EPS, backend="triton"),
+        )
+
+    shapes = [((8, 4096), bf16), ((4096,), bf16), ((8, 8, 6, 128), bf16), ((128,), bf16), ((8, 64), f32),
+              ((4, 2, 9, 8, 64, 128), bf16), ((), i32), ((8,), i32)]  # fmt: skip
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    text = cuda_text(both, arguments)
+    assert "qk_norm_rope_write" in text and "add_rms_norm" in text
