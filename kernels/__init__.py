@@ -107,13 +107,13 @@ def ragged_attention(
 
 
 def add_rms_norm(
-    x: jax.Array, delta: jax.Array, weight: jax.Array, *, eps: float, backend: str
+    x: jax.Array, delta: jax.Array, weights: jax.Array, row: int | jax.Array, *, eps: float, backend: str
 ) -> tuple[jax.Array, jax.Array]:
-    """x, delta [T, H] of one dtype, weight [H] -> (x + delta, rms_norm(x + delta, eps) * weight), both [T, H].
+    """x, delta [T, H] of one dtype, weights [R, H] -> (x + delta, rms_norm(x + delta, eps) * weights[row]).
 
     backend: a Triton one (`ResolvedBackends.fused`); elsewhere models compose it of plain jax.
     """
-    return implementation("add_rms_norm", backend)(x, delta, weight, eps=eps)
+    return implementation("add_rms_norm", backend)(x, delta, weights, row, eps=eps)
 
 
 def qk_norm_rope_write(
@@ -131,8 +131,9 @@ def qk_norm_rope_write(
 ) -> tuple[jax.Array, jax.Array]:
     """From the fused projection to attention's operands: (q [T, Hkv * G, D], the cache with this step's k and v).
 
-    qkv [T, Hkv, G + 2, D] in kv's dtype: G query lanes, key, value. Query and key lanes are RMS-normed over D with
-    q_norm, k_norm [D] and rotated, pair (i, i + D/2), by cos, sin [T, D/2] float32. Slots as in `write_kv`, in place.
+    qkv [T, Hkv, G + 2, D] in kv's dtype: G query lanes, key, value. Query and key lanes are RMS-normed over D with row
+    `layer` of q_norm, k_norm [L, D] and rotated, pair (i, i + D/2), by cos, sin [T, D/2] float32. Slots as in
+    `write_kv`, in place.
     backend: a Triton one (`ResolvedBackends.fused`); elsewhere models compose it of plain jax and `write_kv`.
     """
     function = implementation("qk_norm_rope_write", backend)

@@ -1,7 +1,8 @@
 """Backend "triton", residual sum and RMS norm in one launch: one program a token, one pass over its row.
 
-Memory traffic: both operands read once, the sum and its norm written once. Supported: any row length whose padded row
-fits a program's registers (up to 16384 with 8 warps), float32 and bfloat16.
+The norm weights of all layers come stacked, with the row as an operand: a slice of them would be a copy, and a launch,
+of its own. Memory traffic: both operands read once, the sum and its norm written once. Supported: any row length whose
+padded row fits a program's registers (up to 16384 with 8 warps), float32 and bfloat16.
 """
 
 import functools
@@ -18,13 +19,14 @@ from .triton_tiles import next_power_of_two
 def add_rms_norm(
     x: jax.Array,
     delta: jax.Array,
-    weight: jax.Array,
+    weights: jax.Array,
+    row: int | jax.Array,
     *,
     eps: float,
     num_warps: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """x, delta [T, H], weight [H] -> (x + delta, rms_norm(x + delta) * weight), both [T, H] in x's dtype."""
+    """x, delta [T, H], weights [R, H] -> (x + delta, rms_norm(x + delta) * weights[row]), both [T, H] in x's dtype."""
     warps = num_warps or min(8, max(1, x.shape[1] // 512))
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return pl.pallas_call(
@@ -34,10 +36,10 @@ def add_rms_norm(
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="add_rms_norm",
-    )(x, delta, weight)
+    )(jnp.asarray(row, jnp.int32).reshape(1), x, delta, weights)
 
 
-def _norm_kernel(x_ref, delta_ref, weight_ref, sum_ref, norm_ref, *, eps):
+def _norm_kernel(row_ref, x_ref, delta_ref, weights_ref, sum_ref, norm_ref, *, eps):
     token = pl.program_id(0)
     size, dtype = x_ref.shape[1], x_ref.dtype
     column = lax.iota(jnp.int32, next_power_of_two(size))
@@ -49,6 +51,6 @@ def _norm_kernel(x_ref, delta_ref, weight_ref, sum_ref, norm_ref, *, eps):
     plgpu.store(sum_ref.at[token, column], total, mask=exists)
     wide = total.astype(jnp.float32)
     scale = lax.rsqrt(jnp.sum(wide * wide) / size + eps)
-    weight = plgpu.load(weight_ref.at[column], mask=exists, other=0.0).astype(jnp.float32)
+    weight = plgpu.load(weights_ref.at[row_ref[0], column], mask=exists, other=0.0).astype(jnp.float32)
     normed = ((wide * scale).astype(dtype).astype(jnp.float32) * weight).astype(dtype)
     plgpu.store(norm_ref.at[token, column], normed, mask=exists)

@@ -3,8 +3,9 @@ and the keys and values into their cache slots, in place.
 
 One program handles one token: every lane (G query heads, key, value) of all its kv heads, each head as two halves of
 head_dim, the pairs that the rotation turns. Memory traffic: the projection read once, queries, keys and values written
-once. Supported: any even head_dim, head count and block size, float32 and bfloat16. Kept slots must be unique; slots
-outside 0..N*P-1 are dropped (their queries are written all the same).
+once; the norm weights come stacked over the layers, since a slice would be a copy of its own. Supported: any even
+head_dim, head count and block size, float32 and bfloat16. Kept slots must be unique; slots outside 0..N*P-1 are dropped
+(their queries are written all the same).
 """
 
 import functools
@@ -32,7 +33,7 @@ def qk_norm_rope_write(
     num_warps: int = 4,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """qkv [T, Hkv, G + 2, D] -> (queries [T, Hkv * G, D], kv with the keys and values at slot slot_mapping[t])."""
+    """qkv [T, Hkv, G + 2, D], norms [L, D] -> (queries [T, Hkv * G, D], kv with keys and values at slot_mapping)."""
     tokens, kv_heads, lanes, head_dim = qkv.shape
     rows = as_rows(kv)
     queries, out = pl.pallas_call(
@@ -55,6 +56,7 @@ def _qkv_kernel(layer_ref, slots_ref, qkv_ref, q_norm_ref, k_norm_ref, cos_ref, 
     _, heads, lanes, head_dim = qkv_ref.shape
     num_blocks, block_size = kv_ref.shape[1], kv_ref.shape[3]
     half = head_dim // 2
+    layer = layer_ref[0]
     shape = (next_power_of_two(heads), next_power_of_two(half))
     head = lax.broadcasted_iota(jnp.int32, shape, 0)
     column = lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -73,7 +75,7 @@ def _qkv_kernel(layer_ref, slots_ref, qkv_ref, q_norm_ref, k_norm_ref, cos_ref, 
         mean = (jnp.sum(x[0] * x[0], axis=1) + jnp.sum(x[1] * x[1], axis=1))[:, None] / head_dim
         scale = lax.rsqrt(mean + eps)
         weights = [
-            plgpu.load(norm_ref.at[pair + part * half], mask=pair < half, other=0.0)[None, :].astype(jnp.float32)
+            plgpu.load(norm_ref.at[layer, pair + part * half], mask=pair < half, other=0.0)[None, :].astype(jnp.float32)
             for part in (0, 1)
         ]
         # rounded where the unfused layers round: after the norm, and after its weight
@@ -91,7 +93,6 @@ def _qkv_kernel(layer_ref, slots_ref, qkv_ref, q_norm_ref, k_norm_ref, cos_ref, 
     kept = (slot >= 0) & (slot < num_blocks * block_size)
     slot = jnp.where(kept, slot, 0)  # indices are cast to unsigned: never negative, even where masked
     block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
-    layer = layer_ref[0]
     for which, halves in enumerate((normed(lanes - 2, k_norm_ref), load(lanes - 1))):
         for part, value in enumerate(halves):
             target = kv_ref.at[2 * layer + which, block, head, offset, column + part * half]

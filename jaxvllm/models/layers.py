@@ -24,10 +24,12 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (x32 * scale).astype(x.dtype) * weight
 
 
-def add_rms_norm(x: jax.Array, delta: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
-    """(x + delta, rms_norm(x + delta)), both [T, H]: a residual sum and the norm that follows it."""
+def add_rms_norm(
+    x: jax.Array, delta: jax.Array, weights: jax.Array, row: int, *, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """(x + delta, its RMS norm with weights[row]), both [T, H]: a residual sum and the norm that follows it."""
     total = x + delta
-    return total, rms_norm(total, weight, eps)
+    return total, rms_norm(total, weights[row], eps)
 
 
 def project(x: jax.Array, weight: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:

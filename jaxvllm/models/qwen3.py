@@ -26,12 +26,13 @@ type Attend[Carry] = Callable[[int, jax.Array, jax.Array | None, jax.Array | Non
 class Fused[Carry]:
     """Kernels for what lies between the projections; each computes what the plain lines of ``forward`` do.
 
-    add_norm(x, delta, weight) -> (x + delta, its norm), all [T, H].
-    norm_rope_write(layer, qkv [T, Hkv, G + 2, D], q_norm [D], k_norm [D], cos, sin [T, D/2], carry)
+    add_norm(x, delta, weights [R, H], row) -> (x + delta, its norm with weights[row]), both [T, H].
+    norm_rope_write(layer, qkv [T, Hkv, G + 2, D], q_norm [L, D], k_norm [L, D], cos, sin [T, D/2], carry)
     -> (q [T, Hq, D] normed and rotated, the carry with keys and values written).
+    Norm weights are handed over whole: a layer's slice would be a copy of its own.
     """
 
-    add_norm: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    add_norm: Callable[[jax.Array, jax.Array, jax.Array, int], tuple[jax.Array, jax.Array]]
     norm_rope_write: Callable[..., tuple[jax.Array, Carry]]
 
 
@@ -116,23 +117,22 @@ def forward[Carry](params: Mapping[str, Any], config: ModelConfig, token_ids: ja
     x = embed_tokens(params["embed"], token_ids, axis)  # [T, H]
     y = rms_norm(x, params["input_norm"][0], eps)
     cos, sin = rope_tables(positions, config.rope, config.head_dim)
-    norms = [*params["input_norm"][1:], params["final_norm"]]  # each follows a layer's residual sum
     for i, layer in enumerate(params["layers"]):
         qkv = project(y, layer["qkv"])  # [T, Hkv, G + 2, D]
-        q_norm, k_norm = params["q_norm"][i], params["k_norm"][i]
         if fused is None:
             q, k, v = split_qkv(qkv)
-            q = apply_rope(rms_norm(q, q_norm, eps), cos, sin)
-            k = apply_rope(rms_norm(k, k_norm, eps), cos, sin)
+            q = apply_rope(rms_norm(q, params["q_norm"][i], eps), cos, sin)
+            k = apply_rope(rms_norm(k, params["k_norm"][i], eps), cos, sin)
         else:
-            q, carry = fused.norm_rope_write(i, qkv, q_norm, k_norm, cos, sin, carry)
+            q, carry = fused.norm_rope_write(i, qkv, params["q_norm"], params["k_norm"], cos, sin, carry)
             k = v = None
         out, carry = attend(i, q, k, v, carry)
         out = tp_sum(project(out.reshape(out.shape[0], -1), layer["o"]), axis)
-        x, y = add_norm(x, out, params["post_norm"][i])
+        x, y = add_norm(x, out, params["post_norm"], i)
         gate_up = project(y, layer["gate_up"])  # [T, 2, I_local]
         out = tp_sum(project(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], layer["down"]), axis)
-        x, y = add_norm(x, out, norms[i])
+        last = i == config.num_hidden_layers - 1
+        x, y = add_norm(x, out, *((params["final_norm"][None], 0) if last else (params["input_norm"], i + 1)))
     return y, carry
 
 

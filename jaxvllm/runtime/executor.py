@@ -32,6 +32,10 @@ from jaxvllm.runtime.step import make_score, make_step
 
 logger = logging.getLogger(__name__)
 
+# XLA's rematerialisation counts an updated cache as a new one, believes that 369 GB are needed and recomputes what it
+# can: a slice of the plan in every layer, 28 launches of 1.1 us. What a step really needs is measured (memory.py).
+GPU_OPTIONS = {"xla_gpu_memory_limit_slop_factor": "100000"}
+
 
 @dataclass(slots=True)
 class StepHandle:
@@ -92,7 +96,8 @@ class Executor:
         buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=replicated)
         state = state_shapes(self.model, self.engine, self.mesh, num_blocks)
         lowered = jax.jit(mapped, donate_argnums=(1,)).lower(self._param_shapes, state, buffer, *extra)
-        return lowered.compile()
+        on_gpu = self.mesh.devices.flat[0].platform == "gpu"
+        return lowered.compile(compiler_options=GPU_OPTIONS if on_gpu else None)
 
     def start(self, num_blocks: int, buckets: Sequence[Bucket]) -> None:
         """Compiles ``buckets`` for a pool of ``num_blocks``, then allocates the pool, then runs each once.
