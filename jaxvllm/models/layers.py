@@ -25,7 +25,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def add_rms_norm(
-    x: jax.Array, delta: jax.Array, weights: jax.Array, row: int, *, eps: float
+    x: jax.Array, delta: jax.Array, weights: jax.Array, row: int | jax.Array, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """(x + delta, its RMS norm with weights[row]), both [T, H]: a residual sum and the norm that follows it."""
     total = x + delta

@@ -13,13 +13,18 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxvllm.config import ConfigError, ModelConfig
 from jaxvllm.models.layers import add_rms_norm, apply_rope, embed_tokens, project, rms_norm, rope_tables, tp_sum
 from jaxvllm.models.params import ParamInfo, Source, Table
 
-# (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], carry) -> (out [T, Hq, D], carry); k, v None: written already
-type Attend[Carry] = Callable[[int, jax.Array, jax.Array | None, jax.Array | None, Carry], tuple[jax.Array, Carry]]
+# (layer, an int32 scalar; q [T, Hq, D]; k, v [T, Hkv, D], or None when they are written already; carry)
+# -> (out [T, Hq, D], carry)
+type Attend[Carry] = Callable[
+    [jax.Array, jax.Array, jax.Array | None, jax.Array | None, Carry],
+    tuple[jax.Array, Carry],
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Fused[Carry]:
     Norm weights are handed over whole: a layer's slice would be a copy of its own.
     """
 
-    add_norm: Callable[[jax.Array, jax.Array, jax.Array, int], tuple[jax.Array, jax.Array]]
+    add_norm: Callable[[jax.Array, jax.Array, jax.Array, int | jax.Array], tuple[jax.Array, jax.Array]]
     norm_rope_write: Callable[..., tuple[jax.Array, Carry]]
 
 
@@ -114,10 +119,14 @@ def forward[Carry](params: Mapping[str, Any], config: ModelConfig, token_ids: ja
     """
     eps = config.rms_norm_eps
     add_norm = partial(add_rms_norm, eps=eps) if fused is None else fused.add_norm
-    x = embed_tokens(params["embed"], token_ids, axis)  # [T, H]
-    y = rms_norm(x, params["input_norm"][0], eps)
     cos, sin = rope_tables(positions, config.rope, config.head_dim)
-    for i, layer in enumerate(params["layers"]):
+
+    # One function for all layers: it is traced and lowered once and called L times with the layer's number as an
+    # operand. XLA inlines the calls, so the compiled step is the same as an unrolled one.
+    @jax.jit
+    def block(i: jax.Array, layer: Mapping[str, jax.Array], x: jax.Array, delta: jax.Array, carry: Carry
+              ) -> tuple[jax.Array, jax.Array, Carry]:  # fmt: skip
+        x, y = add_norm(x, delta, params["input_norm"], i)
         qkv = project(y, layer["qkv"])  # [T, Hkv, G + 2, D]
         if fused is None:
             q, k, v = split_qkv(qkv)
@@ -127,13 +136,16 @@ def forward[Carry](params: Mapping[str, Any], config: ModelConfig, token_ids: ja
             q, carry = fused.norm_rope_write(i, qkv, params["q_norm"], params["k_norm"], cos, sin, carry)
             k = v = None
         out, carry = attend(i, q, k, v, carry)
-        out = tp_sum(project(out.reshape(out.shape[0], -1), layer["o"]), axis)
-        x, y = add_norm(x, out, params["post_norm"], i)
+        delta = tp_sum(project(out.reshape(out.shape[0], -1), layer["o"]), axis)
+        x, y = add_norm(x, delta, params["post_norm"], i)
         gate_up = project(y, layer["gate_up"])  # [T, 2, I_local]
-        out = tp_sum(project(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], layer["down"]), axis)
-        last = i == config.num_hidden_layers - 1
-        x, y = add_norm(x, out, *((params["final_norm"][None], 0) if last else (params["input_norm"], i + 1)))
-    return y, carry
+        return x, tp_sum(project(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], layer["down"]), axis), carry
+
+    x = embed_tokens(params["embed"], token_ids, axis)  # [T, H], the residual stream
+    delta = jnp.zeros_like(x)  # what the last sublayer adds to it
+    for i, layer in enumerate(params["layers"]):
+        x, delta, carry = block(jnp.int32(i), layer, x, delta, carry)
+    return add_norm(x, delta, params["final_norm"][None], 0)[1], carry
 
 
 def split_qkv(qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -52,7 +52,7 @@ def run_model(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespa
     scale = model.head_dim**-0.5
 
     def attend(
-        layer: int, q: jax.Array, k: jax.Array | None, v: jax.Array | None, kv: jax.Array
+        layer: jax.Array, q: jax.Array, k: jax.Array | None, v: jax.Array | None, kv: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         if k is not None and v is not None:
             kv = write_kv(kv, layer, k, v, plan.slot_mapping, backend=backends.write_kv)
@@ -72,7 +72,7 @@ def run_model(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespa
 def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backend: str) -> qwen3.Fused[jax.Array]:
     """The forward's elementwise chains as kernels, for the plan's slots."""
 
-    def norm_rope_write(layer: int, qkv: jax.Array, q_norm: jax.Array, k_norm: jax.Array, cos: jax.Array,
+    def norm_rope_write(layer: jax.Array, qkv: jax.Array, q_norm: jax.Array, k_norm: jax.Array, cos: jax.Array,
                         sin: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         return qk_norm_rope_write(qkv, q_norm, k_norm, cos, sin, kv, layer, plan.slot_mapping,
                                   eps=model.rms_norm_eps, backend=backend)  # fmt: skip
