@@ -71,8 +71,13 @@ class BucketTable:
 
 
 def default_decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Powers of two, then exactly `max_num_seqs`: 1, 2, 4, ..., 256."""
-    return _powers(1, max_num_seqs)
+    """Powers of two, from 64 on also halfway between, then exactly `max_num_seqs`: 1, 2, 4, ..., 64, 96, 128, 192, 256.
+
+    Small steps are bound by the weights that they read, whatever their padding; large ones by work that grows with it.
+    """
+    powers = _powers(1, max_num_seqs)
+    halfway = [size * 3 // 2 for size in powers if 64 <= size and size * 3 // 2 < max_num_seqs]
+    return tuple(sorted({*powers, *halfway}))
 
 
 def default_token_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:

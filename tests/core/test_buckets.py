@@ -12,7 +12,14 @@ from tests.core.helpers import PROPERTY, Loop, make_request, make_scheduler
 
 @pytest.mark.parametrize(
     ("max_num_seqs", "sizes"),
-    [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8)), (256, (1, 2, 4, 8, 16, 32, 64, 128, 256))],
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (6, (1, 2, 4, 6)),
+        (8, (1, 2, 4, 8)),
+        (100, (1, 2, 4, 8, 16, 32, 64, 96, 100)),
+        (256, (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)),
+    ],
 )
 def test_default_decode_sizes(max_num_seqs, sizes):
     assert default_decode_sizes(max_num_seqs) == sizes
