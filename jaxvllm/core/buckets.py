@@ -76,7 +76,7 @@ def default_decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
     Small steps are bound by the weights that they read, whatever their padding; large ones by work that grows with it.
     """
     powers = _powers(1, max_num_seqs)
-    halfway = [size * 3 // 2 for size in powers if 64 <= size and size * 3 // 2 < max_num_seqs]
+    halfway = [size * 3 // 2 for size in powers if size >= 64 and size * 3 // 2 < max_num_seqs]
     return tuple(sorted({*powers, *halfway}))
 
 
