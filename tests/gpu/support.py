@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,18 @@ def last_token_logits(llm: Engine, prompts: Sequence[np.ndarray]) -> np.ndarray:
     return np.stack(rows)
 
 
-def record(name: str, row: dict[str, Any]) -> None:
-    """Appends a JSON line to $JAXVLLM_TEST_RECORD/NAME.jsonl, when that is set."""
+def record(rows: Sequence[tuple[str, float, str, float | None]]) -> None:
+    """Appends (case, value, unit, floor) to $JAXVLLM_TEST_RECORD/full_size.jsonl as bench rows, when that is set."""
     folder = os.environ.get("JAXVLLM_TEST_RECORD")
     if folder:
-        device = jax.devices()[0]
-        full = {"device": device.device_kind, "jax": jax.__version__} | row
-        with (Path(folder) / f"{name}.jsonl").open("a") as file:
-            file.write(json.dumps(full) + "\n")
+        common = {
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "commit": os.environ.get("JAXVLLM_COMMIT"),
+            "command": "make test-gpu",
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        with (Path(folder) / "full_size.jsonl").open("a") as file:
+            for case, value, unit, floor in rows:
+                row = {"bench": "full_size", "case": case, "value": value, "unit": unit, "floor": floor}
+                file.write(json.dumps(row | common) + "\n")
