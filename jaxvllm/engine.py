@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -197,6 +197,24 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forgets what blocks hold (after the weights changed); running requests keep their own blocks."""
+        self._scheduler.reset_prefix_cache()
+
+    def update_weights(self, params: Mapping[str, Any]) -> None:
+        """Replaces the model's weights, between two calls of a training loop; cached prefixes are forgotten.
+
+        params: the tree that ``models.qwen3.forward`` takes, or {path: array} with the paths and shapes of
+        ``models.qwen3.param_table(config)`` (the same at any tensor_parallel_size); host or device arrays of any float
+        dtype. They are copied: the caller's arrays stay the caller's. Nothing is compiled again.
+
+        Raises ValueError that lists every parameter that doesn't fit, RuntimeError while requests are unfinished.
+        """
+        self._check_open()
+        if self._scheduler.has_unfinished():
+            raise RuntimeError(
+                f"{self._scheduler.num_waiting + self._scheduler.num_running} requests are unfinished and hold cache "
+                "entries of the old weights: let them end or abort them before update_weights"
+            )
+        startup.update_weights(self._executor, params)
         self._scheduler.reset_prefix_cache()
 
     def close(self) -> None:

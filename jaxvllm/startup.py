@@ -24,7 +24,7 @@ from jaxvllm.models import qwen3
 from jaxvllm.runtime.executor import Executor
 from jaxvllm.runtime.memory import choose_num_blocks
 from jaxvllm.runtime.mesh import make_mesh
-from jaxvllm.runtime.weights import make_put, random_params
+from jaxvllm.runtime.weights import make_put, place_params, random_params
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,15 @@ def load(path: Path | None, table: tables.Table, mesh: Any, engine: EngineConfig
     from jaxvllm.convert import load_params  # orbax and tensorstore take a second to import
 
     return load_params(path, table, dtype=engine.dtype, put=make_put(mesh))
+
+
+def update_weights(executor: Executor, params: Mapping[str, Any]) -> None:
+    """``Engine.update_weights``: checked and placed as a whole before the old weights go."""
+    canonical = qwen3.param_table(executor.model)
+    table = qwen3.param_table(executor.model, tp=executor.mesh.size)
+    assert executor.engine.dtype is not None
+    placed = place_params(params, canonical, table, executor.mesh, executor.engine.dtype)
+    executor.params = tables.nest(placed)
 
 
 def prepare_backend(engine: EngineConfig) -> None:

@@ -6,15 +6,16 @@ Owns: placement. Must not know: files and formats (convert) or what a parameter 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxvllm.models.params import ParamInfo, Table
+from jaxvllm.models.params import ParamInfo, Table, flatten
 from jaxvllm.runtime.mesh import sharding
 
 
@@ -49,3 +50,34 @@ def _init(
 ) -> jax.Array:
     values = jnp.ones(shape, dtype) if std is None else (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)
     return jax.lax.with_sharding_constraint(values, target)
+
+
+def place_params(params: Mapping[str, Any], canonical: Table, table: Table, mesh: Mesh, dtype: str
+                 ) -> dict[str, jax.Array]:  # fmt: skip
+    """A trainer's parameters, checked, cast and put on the mesh; its own arrays are copied, never aliased.
+
+    params: the tree that a forward takes (``params.nest``) or the same as {path: array}, in the canonical form
+    (``param_table(config)``) whatever the mesh; host or device arrays. Raises ValueError that lists every missing,
+    unknown and mis-shaped parameter.
+    """
+    flat = flatten(params) if "layers" in params else dict(params)
+    problems = [f"{path} is missing" for path in canonical if path not in flat]
+    problems += [f"{path} is unknown" for path in flat if path not in canonical]
+    problems += [
+        f"{path} has shape {tuple(np.shape(flat[path]))}, not {info.shape}"
+        for path, info in canonical.items()
+        if path in flat and tuple(np.shape(flat[path])) != info.shape
+    ]
+    if problems:
+        raise ValueError(f"these weights don't fit the model: {'; '.join(problems)}")
+    put = make_put(mesh)
+    placed = {}
+    for path, info in table.items():
+        value = flat[path]
+        if info.shape == canonical[path].shape:
+            cast = jnp.asarray(value, dtype) if isinstance(value, jax.Array) else np.asarray(value).astype(dtype)
+            placed[path] = jax.device_put(cast, sharding(mesh, info.axes), may_alias=False)
+        else:  # heads replicated or vocabulary padded for this mesh
+            host = np.asarray(value).astype(dtype)
+            placed[path] = put(info, info.assemble({s.name: s.take(host) for s in canonical[path].sources}))
+    return placed
