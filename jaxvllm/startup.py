@@ -68,7 +68,8 @@ def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable
     if engine.warmup:
         logger.info("compiling %d buckets", len(buckets.all))
     executor.start(num_blocks, buckets.all if engine.warmup else ())
-    logger.info("compiled %d buckets in %.1f s", executor.num_compiles, executor.compile_seconds)
+    if engine.warmup:
+        logger.info("compiled %d buckets in %.1f s", executor.num_compiles, executor.compile_seconds)
     return executor
 
 
