@@ -25,7 +25,7 @@ help:
 	@echo "make lint         ruff and pyright;  make format  ruff's fixes;  make clean  removes what was built"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && echo "setting up $(VENV) with $$python" && \
+	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && echo "setting up $(VENV) with $$python (1.3 GB, a minute or two)" && \
 	{ [ -x $(VENV)/bin/python ] && $(VENV)/bin/python -c '' || "$$python" -m venv --clear $(VENV); }
 	@$(VENV)/bin/python -m pip $(PIP_INSTALL) -e '.[dev]' -c constraints.txt
 	@touch $@

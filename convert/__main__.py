@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from jaxvllm.config import DTYPE_BYTES
 
+PROG = "python -m jaxvllm.convert"
 EXAMPLES = """examples:
   python -m jaxvllm.convert Qwen3-0.6B qwen3-0.6b                    weights keep their dtype, bit for bit
   python -m jaxvllm.convert Qwen3-0.6B qwen3-f32 --dtype float32     cast on the way
@@ -17,11 +18,11 @@ EXAMPLES = """examples:
 """
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(prog: str = PROG) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxvllm.convert",
+        prog=prog,
         description="Convert a checkpoint. Every tensor is checked first; DST appears when it is complete.",
-        epilog=EXAMPLES,
+        epilog=EXAMPLES.replace(PROG, prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("src", metavar="SRC", help="folder with config.json and safetensors (--to hf: one of ours)")
@@ -32,9 +33,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """0 when DST was written, 1 with the reason on stderr when it wasn't."""
-    args = make_parser().parse_args(argv)
+    args = make_parser(prog).parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
 
     import jax  # after --help

@@ -13,13 +13,14 @@ from jaxvllm.kernels.precision import dot_precision
 
 
 def causal_attend(
-    config: ModelConfig, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, carry: None
+    config: ModelConfig, layer: int | jax.Array, q: jax.Array, k: jax.Array | None, v: jax.Array | None, carry: None
 ) -> tuple[jax.Array, None]:
     """q [S, Hq, D], k and v [S, Hkv, D] of ONE sequence -> [S, Hq, D] in v's dtype; use vmap for a batch.
 
     Scores and softmax in float32, a [Hq, S, S] array: for short sequences. The heads' numbers come from the
     arrays, so that a shard's share of them works too; query heads h = kv_head * G + g.
     """
+    assert k is not None and v is not None  # None only from kernels that write them to a cache
     length, kv_heads, precision = q.shape[0], k.shape[1], dot_precision(q.dtype)
     grouped = q.reshape(length, kv_heads, q.shape[1] // kv_heads, config.head_dim)
     scores = jnp.einsum("shgd,thd->hgst", grouped, k, precision=precision, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""The ten lines that the README shows: load a model, complete two prompts."""
+"""Load a model, complete two prompts: the README's example with every step compiled at the start (warmup)."""
 
 from pathlib import Path
 

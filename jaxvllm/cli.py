@@ -6,10 +6,13 @@ that `jaxvllm --help` answers at once.
 
 import argparse
 import json
+import logging
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
+
+from jaxvllm import __version__
 
 EXAMPLES = """examples:
   jaxvllm generate examples/tiny-kjv --prompt "In the beginning" --max-tokens 64 --seed 1
@@ -27,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["convert"]:  # these two have parsers of their own: python -m jaxvllm.NAME
         from jaxvllm.convert.__main__ import main as convert
 
-        return convert(arguments[1:])
+        return convert(arguments[1:], prog="jaxvllm convert")
     if arguments[:1] == ["replay"]:
         from jaxvllm.replay import main as replay
 
-        return replay(arguments[1:])
+        return replay(arguments[1:], prog="jaxvllm replay")
     args = make_parser().parse_args(arguments)
     try:
         return args.run(args)
@@ -47,6 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"jaxvllm {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="text from a model", description="Text from a model."))
     inspect = commands.add_parser("inspect", help="shape and bytes of a model, without loading it")
@@ -72,7 +76,11 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1.0)")
     sampling.add_argument("--max-tokens", type=int, default=64, help="new tokens at most (default: 64)")
-    sampling.add_argument("--seed", type=int, help="the same seed gives the same text (prompt n uses SEED + n)")
+    sampling.add_argument(
+        "--seed",
+        type=int,
+        help="prompt n (from 0) uses SEED + n (default: from engine seed 0, the same in every run)",
+    )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
     engine = parser.add_argument_group("engine")
     engine.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share the model")
@@ -89,6 +97,7 @@ def run_generate(args: argparse.Namespace) -> int:
     prompts: list[Any] = [*args.prompt, *map(_parse_ids, args.prompt_ids)]
     if not prompts:
         raise ValueError('nothing to do: give --prompt "text" or --prompt-ids 1,2,3')
+    from jaxvllm.config import ModelConfig
     from jaxvllm.sampling_params import SamplingParams
 
     def params(number: int) -> SamplingParams:
@@ -97,9 +106,12 @@ def run_generate(args: argparse.Namespace) -> int:
             temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos, seed=seed
         )
 
-    sampling = [params(number) for number in range(len(prompts))]  # wrong values are refused before the model loads
+    sampling = [params(number) for number in range(len(prompts))]
+    ModelConfig.from_dir(args.path)  # as wrong values above: refused before jax is imported
     from jaxvllm.engine import Engine
 
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")  # on stderr
+    logging.getLogger("jaxvllm").setLevel(logging.INFO)  # what the start does
     options = {
         name: getattr(args, name)
         for name in ("tensor_parallel_size", "dtype", "max_model_len", "num_blocks", "attention_backend")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -120,7 +121,9 @@ class ModelConfig:
         """Reads config.json and, where it lies beside it, generation_config.json."""
         folder = Path(path)
         if not folder.is_dir():
-            raise ConfigError(f"model={str(path)!r} is not a directory; give a folder that holds config.json")
+            hub = re.fullmatch(r"[\w.-]+/([\w.-]+)", str(path))
+            hint = f"; a Hub name? download it first, e.g. hf download {path} --local-dir {hub[1]}" if hub else ""
+            raise ConfigError(f"model={str(path)!r} is not a directory; give a folder that holds config.json{hint}")
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model={str(path)!r} holds no config.json")
         generation = folder / "generation_config.json"
@@ -257,7 +260,7 @@ def backend_memory_fraction() -> float:
 
 
 def compilation_cache_dir() -> str | None:
-    """Where compiled steps are kept between processes: JAXVLLM_CACHE_DIR, else ~/.cache/jaxvllm; "" switches it off."""
+    """Where compiled steps are kept between runs: JAXVLLM_CACHE_DIR, else ~/.cache/jaxvllm/compiled; "": nowhere."""
     asked = os.environ.get("JAXVLLM_CACHE_DIR")
     if asked is not None:
         return asked or None

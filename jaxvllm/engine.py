@@ -50,7 +50,8 @@ class Engine:
     enable_prefix_caching: reuse the cache of equal prompt beginnings.
     dtype: "bfloat16" or "float32"; None takes the checkpoint's.
     seed: key of the noise of requests that bring no seed, and of random weights.
-    attention_backend: "auto", or one of "xla", "triton", "reference".
+    attention_backend: "auto", or one of "triton", "xla", "reference", "triton_interpret" (slow, anywhere: for tests);
+        one that can't run here gives way to "xla" with a warning.
     async_steps: steps dispatched ahead of the one whose tokens are read; 0 reads each step at once.
     decode_buckets, token_buckets: padded batch sizes and token counts to compile; None takes the default tables.
     warmup: compile every bucket now; False compiles each at its first use.
@@ -118,7 +119,7 @@ class Engine:
         try:
             for prompt, one in zip(parsed, params, strict=True):
                 mine.append(self._add(prompt, one, request_id=None, online=False))
-            with Progress(len(mine), enabled=use_tqdm) as progress:
+            with Progress(len(mine), self._scheduler.counters, enabled=use_tqdm) as progress:
                 waiting = {tracked.request.request_id for tracked in mine}
                 while waiting and self._scheduler.has_unfinished():
                     for request in self._advance():
@@ -149,9 +150,11 @@ class Engine:
                     request_id: str | None = None) -> str:  # fmt: skip
         """Queues one prompt and returns its id (the given one, or a new one); ``step`` returns its outputs.
 
-        Raises ValueError for a prompt that can't be served or an id that is in use.
+        Raises ValueError for a prompt that can't be served, or an id that is in use or no string.
         """
         self._check_open()
+        if request_id is not None and not isinstance(request_id, str):
+            raise ValueError(f"request_id={request_id!r} must be a string, or None for a new one")
         if request_id is not None and request_id in self._tracked:
             raise ValueError(f"request_id={request_id!r} is in use: wait for its end, abort it, or take another id")
         parsed = parse_prompt(prompt, self._encode, self.model_config.vocab_size, "prompt")
@@ -184,11 +187,15 @@ class Engine:
     # State
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start and the present state; all plain numbers."""
+        """Counters since the start and the present state: plain numbers, but for ``attention_backend``.
+
+        That is the name of the backend that runs the decode attention ("xla" where "auto" or "triton" gave way).
+        """
         scheduler = self._scheduler
         stats: dict[str, Any] = {"steps": scheduler.counters.steps, **asdict(scheduler.counters)}
         stats["num_waiting"], stats["num_running"] = scheduler.num_waiting, scheduler.num_running
         stats["num_blocks"], stats["blocks_free"] = scheduler.pool.num_blocks, scheduler.pool.num_free
+        stats["attention_backend"] = self._executor.backends.decode_attention
         stats["compiles"] = self._executor.num_compiles
         stats["compiles_after_warmup"] = self._executor.compiles_after_warmup
         stats["compile_seconds"] = round(self._executor.compile_seconds, 3)

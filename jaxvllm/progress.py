@@ -11,20 +11,23 @@ SHOW_EVERY_S = 0.25
 
 
 class Progress:
-    """``with Progress(n) as p``; ``p.finished_one()`` per request, ``p.show(tokens)`` per step, drawn 4 times a second.
+    """``with Progress(n, counters) as p``; ``p.finished_one()`` per request, ``p.show(counters)`` per step.
+
+    Drawn 4 times a second.
 
     The rates are those since the bar began: tokens of each kind over the time spent in steps of that kind isn't known
     while steps overlap, so both are over the whole time.
     """
 
-    def __init__(self, total: int, *, enabled: bool) -> None:
+    def __init__(self, total: int, counters: Counters, *, enabled: bool) -> None:
+        """total: requests. counters: the scheduler's, before the first step; the rates count from there."""
         self._bar = None
         if enabled:
             from tqdm.auto import tqdm
 
             self._bar = tqdm(total=total, desc="Generating", unit="req", dynamic_ncols=True)
         self._started = self._shown = time.perf_counter()
-        self._first: tuple[int, int] | None = None
+        self._first = counters.prefill_tokens, counters.decode_tokens
 
     def __enter__(self) -> Progress:
         return self
@@ -38,8 +41,6 @@ class Progress:
         if self._bar is None:
             return
         tokens = counters.prefill_tokens, counters.decode_tokens
-        if self._first is None:
-            self._first = tokens
         now = time.perf_counter()
         if now - self._shown < SHOW_EVERY_S and self._bar.n < (self._bar.total or 0):
             return

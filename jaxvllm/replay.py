@@ -152,9 +152,9 @@ def _culprit(field: str, expected: Any, got: Any) -> int | None:
     return None
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, prog: str = "python -m jaxvllm.replay") -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser("python -m jaxvllm.replay", description="Replay recorded schedules.")
+    parser = argparse.ArgumentParser(prog, description="Replay recorded schedules.")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a recorded schedule (JSON)")
     failed = False
     for path in parser.parse_args(arguments).files:

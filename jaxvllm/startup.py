@@ -55,7 +55,8 @@ def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable
         compute_capability=str(getattr(device, "compute_capability", "")),
     )  # fmt: skip
     if backends.reason:
-        logger.info("attention: %s", backends.reason)
+        named = engine.attention_backend != "auto"  # then there is a reason only when it gave way
+        logger.log(logging.WARNING if named else logging.INFO, "attention: %s", backends.reason)
     table_width = -(-engine.max_model_len // engine.block_size)
     executor = Executor(model, engine, mesh, table, backends, table_width)
     started = time.perf_counter()
@@ -64,8 +65,11 @@ def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable
     logger.info("weights: %.2f GB in %.1f s", tables.param_bytes(table, configuration.DTYPE_BYTES[engine.dtype]) / 1e9,
                 time.perf_counter() - started)  # fmt: skip
     num_blocks = engine.num_blocks or choose_num_blocks(executor, buckets.all)
+    if engine.warmup:
+        logger.info("compiling %d buckets", len(buckets.all))
     executor.start(num_blocks, buckets.all if engine.warmup else ())
-    logger.info("compiled %d buckets in %.1f s", executor.num_compiles, executor.compile_seconds)
+    if engine.warmup:
+        logger.info("compiled %d buckets in %.1f s", executor.num_compiles, executor.compile_seconds)
     return executor
 
 

@@ -5,6 +5,8 @@ By default everything runs on the CPU with 8 fake devices. JAXVLLM_TEST_GPU=1 le
 """
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -21,6 +23,15 @@ if not ON_GPU:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if ON_GPU and not hasattr(session.config, "workerinput"):
+        # in a process of its own: in this one it would fix the share of memory before an engine asks for it
+        code = "import jax; print(jax.default_backend())"
+        backend = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        if backend != "gpu":
+            pytest.exit(f"no GPU is visible to jax (its backend is {backend or 'broken'!r})", 1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,8 +1,9 @@
 """The host room: who runs, how many tokens, in which blocks. Standard library, numpy and xxhash; never jax.
 
 Read in this order: `request` (one request's numbers), `block_pool` (the cache as bookkeeping), `rows` (the
-same numbers as arrays), `policy` (who runs: one screen), `scheduler` (schedule, commit, abort), `plan`
-(what crosses to the device).
+same numbers as arrays), `queues` (waiting and running, and the moves between them), `policy` (who runs: one
+screen), `step` (what a step does; the counters), `scheduler` (schedule, commit, abort), `buckets` (padded
+shapes), `plan` (what crosses to the device), `integrity` (what is true between any two calls).
 """
 
 from jaxvllm.core.block_pool import BlockPool

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
 
 from jaxvllm.config import EngineConfig, ModelConfig
 from jaxvllm.core.buckets import Bucket
@@ -164,9 +165,21 @@ class Executor:
 
 
 def compile_in_threads(compile_one: Any, buckets: Sequence[Bucket]) -> dict[Bucket, Any]:
-    """Compiles the buckets side by side (XLA releases the GIL), the largest first; {bucket: compiled}."""
+    """Compiles the buckets side by side (XLA releases the GIL), the largest first; {bucket: compiled}.
+
+    Shows a progress bar on stderr if that is a terminal.
+    """
     if not buckets:
         return {}
     ordered = sorted(buckets, key=lambda b: -b.num_tokens)
-    with ThreadPoolExecutor(max_workers=min(len(ordered), os.cpu_count() or 1)) as pool:
-        return dict(zip(ordered, pool.map(compile_one, ordered), strict=True))
+    workers = min(len(ordered), os.cpu_count() or 1)
+    bar = tqdm(total=len(ordered), desc="Compiling", unit="bucket", disable=None)  # None: unless it is no terminal
+
+    def counted(bucket: Bucket) -> Any:
+        compiled = compile_one(bucket)
+        with bar.get_lock():
+            bar.update()
+        return compiled
+
+    with bar, ThreadPoolExecutor(max_workers=workers) as pool:
+        return dict(zip(ordered, pool.map(counted, ordered), strict=True))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxvllm
 from jaxvllm import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,24 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as caught:
         cli.main([command, "--help"])
     assert caught.value.code == 0
-    assert "usage:" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"usage: jaxvllm {command}" in out
+    assert "python -m" not in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"jaxvllm {jaxvllm.__version__}\n"
+
+
+def test_a_path_that_is_not_there_is_refused_without_jax() -> None:
+    code = "import sys; from jaxvllm import cli; cli.main(sys.argv[1:]); print('jax' in sys.modules)"
+    command = [sys.executable, "-c", code, "generate", "Qwen/Qwen3-0.6B", "--prompt", "x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    assert "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B" in done.stderr
 
 
 def test_inspect_counts_what_the_file_holds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -148,6 +151,8 @@ def test_online_requests_survive_a_generate_in_between(llm: Engine) -> None:
     assert len(llm.generate([[1, 5, 9]] * 4, GREEDY, use_tqdm=False)) == 4
     assert drain(llm)[request_id].token_ids == expected
     assert llm.add_request([3], GREEDY, request_id="mine") == "mine"  # free again
+    with pytest.raises(ValueError, match="request_id=7 must be a string"):
+        llm.add_request([3], GREEDY, request_id=7)  # type: ignore[arg-type]
     drain(llm)
 
 
@@ -171,7 +176,7 @@ def test_score_borrows_and_returns_blocks(llm: Engine) -> None:
 
 
 def test_bad_configurations_name_the_field() -> None:
-    for options, message in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"block_size": 0}, "block_size=0"),
         ({"max_model_len": 10_000}, "max_position_embeddings=512"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
@@ -180,13 +185,28 @@ def test_bad_configurations_name_the_field() -> None:
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"max_num_batched_tokens": 2}, "max_num_batched_tokens=2 must be at least max_num_seqs=4"),
         ({"token_buckets": (8,)}, "token_buckets ends at 8"),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for options, message in cases:
         with pytest.raises(ConfigError, match=message):
             make_engine(**options)
     with pytest.raises(ConfigError, match="not a directory"):
         Engine("/nonexistent/model")
+    with pytest.raises(ConfigError, match=r"hf download Qwen/Qwen3-0\.6B --local-dir Qwen3-0\.6B"):
+        Engine("Qwen/Qwen3-0.6B")
     with pytest.raises(TypeError, match="blocksize"):
         make_engine(blocksize=4)
+
+
+def test_a_named_backend_that_gives_way_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine with "auto" may choose; whoever names triton and gets xla is told, and sees it in the stats."""
+    for asked, level in (("auto", logging.INFO), ("triton", logging.WARNING)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO), make_engine(attention_backend=asked, warmup=False) as engine:
+            stats = engine.stats()
+        levels = [record.levelno for record in caplog.records if "xla instead of triton" in record.getMessage()]
+        assert levels == [level]
+        assert stats.pop("attention_backend") == "xla"
+        assert {type(value) for value in stats.values()} <= {int, float}
 
 
 def test_closed_engines_say_so_and_llm_is_an_alias() -> None:

@@ -17,6 +17,8 @@ from jaxvllm import Engine, SamplingParams
 from tests.gpu.support import last_token_logits
 
 FOLDER = os.environ.get("JAXVLLM_QWEN3", "")
+if FOLDER and not Path(FOLDER).is_dir():
+    raise pytest.Collector.CollectError(f"JAXVLLM_QWEN3={FOLDER!r} is not a directory: name a checkpoint's folder")
 pytestmark = [pytest.mark.real, pytest.mark.skipif(not FOLDER, reason="JAXVLLM_QWEN3 names no checkpoint")]
 PROMPTS = ["The capital of France is", "1 2 3 4 5 6 7", "def fibonacci(n):"]
 GREEDY = SamplingParams(temperature=0, max_tokens=16)

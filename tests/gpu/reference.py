@@ -28,7 +28,7 @@ NEW_TOKENS = 32
 
 
 def main(name: str, folder: Path) -> None:
-    import torch
+    import torch  # type: ignore[reportMissingImports]
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ GPU = pytest.mark.gpu
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 
-def tolerance(dtype: str, want: np.ndarray) -> dict[str, float]:
+def tolerance(dtype: str, want: np.ndarray) -> dict[str, Any]:
     """bfloat16 rounds three times (norm, weight, rotation), each 2^-9 of a value that the rotation may cancel."""
     unit = 2e-7 if dtype == "float32" else 2**-9
     return {"atol": 3 * unit * float(np.abs(want).max()), "rtol": 3 * unit}

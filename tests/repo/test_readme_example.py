@@ -1,4 +1,4 @@
-"""The README's example runs as it stands there."""
+"""The README's examples run as they stand there."""
 
 import re
 
@@ -7,13 +7,16 @@ import pytest
 from tests.repo.sources import ROOT
 
 
-def test_the_ten_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if not (ROOT / "examples" / "tiny-kjv" / "config.json").exists():
         pytest.skip("examples/tiny-kjv isn't there")
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(ROOT)
-    exec(compile(example, "README.md", "exec"), {})
+    assert len(examples) == 2
+    for example in examples:
+        exec(compile(example, "README.md", "exec"), {})
     lines = capsys.readouterr().out
     assert "In the beginning" in lines
     assert "And the king said" in lines
     assert re.search(r" (length|stop)$", lines, re.MULTILINE)
+    assert re.search(r"^one ['\"]", lines, re.MULTILINE)

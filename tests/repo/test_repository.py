@@ -97,6 +97,23 @@ def test_ci_passes_the_exit_status_of_make_test_through(tmp_path: Path) -> None:
         assert "CI=true ran" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("JAXVLLM_TEST_GPU", "1", "no GPU is visible to jax"),
+        ("JAXVLLM_QWEN3", "nowhere", "'nowhere' is not a directory"),
+    ],
+)
+def test_what_a_test_run_lacks_is_one_clear_error(setting: str, value: str, message: str) -> None:
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", setting: value}
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:xdist", "tests/golden/test_real.py"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode != 0
+    text = done.stdout + done.stderr
+    assert message in text
+    assert "Traceback" not in text
+
+
 @pytest.mark.parametrize("home", ["pyenv", "empty"])
 def test_find_python_knows_pyenv_and_fails_clearly(tmp_path: Path, home: str) -> None:
     """No python on PATH: one that only pyenv knows is found; without any, the message says what to do."""
