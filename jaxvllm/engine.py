@@ -91,7 +91,7 @@ class Engine:
         self._scheduler = Scheduler(
             block_size=block_size, num_blocks=self.config.num_blocks, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, max_model_len=self.config.max_model_len,
-            max_running=max_num_seqs, policy=scheduling_policy, enable_prefix_caching=enable_prefix_caching,
+            max_running=max_num_seqs, scheduling_policy=scheduling_policy, enable_prefix_caching=enable_prefix_caching,
         )  # fmt: skip
         self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._tracked: dict[str, Tracked] = {}

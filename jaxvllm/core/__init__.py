@@ -1,14 +1,15 @@
 """The host room: who runs, how many tokens, in which blocks. Standard library, numpy and xxhash; never jax.
 
 Read in this order: `request` (one request's numbers), `block_pool` (the cache as bookkeeping), `rows` (the
-same numbers as arrays), `policy` (who runs: one screen), `scheduler` (schedule, commit, abort), `plan`
-(what crosses to the device).
+same numbers as arrays), `policy`, `prefill_first` and `running_first` (who runs: one screen each), `scheduler`
+(schedule, commit, abort), `plan` (what crosses to the device).
 """
 
 from jaxvllm.core.block_pool import BlockPool
 from jaxvllm.core.buckets import Bucket, BucketTable, default_decode_sizes, default_token_sizes
 from jaxvllm.core.plan import PlanLayout, StepPlan, fill_plan
 from jaxvllm.core.request import Request, RequestStatus
+from jaxvllm.core.rules import Rules
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.step import Counters, ScheduledStep
 
@@ -20,6 +21,7 @@ __all__ = [
     "PlanLayout",
     "Request",
     "RequestStatus",
+    "Rules",
     "ScheduledStep",
     "Scheduler",
     "StepPlan",
