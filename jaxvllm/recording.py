@@ -16,6 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxvllm.core import Request, ScheduledStep, Scheduler
 
 MAX_BLOCKS = 4096
@@ -59,13 +61,16 @@ def committed(record: dict[str, Any], scheduler: Scheduler, finished: Iterable[R
 
 
 class Recorder:
-    """Notes what happens to one scheduler. It must be idle when this begins; its cached prefixes are forgotten."""
+    """Stands where `scheduler` stood, passes every call on to it, and notes what happens.
+
+    The scheduler must be idle when this begins, with no step in flight; its cached prefixes are forgotten.
+    """
 
     def __init__(self, scheduler: Scheduler, scheduling_policy: str, async_steps: int) -> None:
         if scheduler.has_unfinished():
             raise ValueError("a recording begins when no request is being served: finish or abort them first")
         scheduler.reset_prefix_cache()
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._numbers: dict[Request, int] = {}
         self._wishes: list[dict[str, Any]] = []
         self._events: list[list[Any]] = []
@@ -89,8 +94,13 @@ class Recorder:
         if self._blocks:
             self._head["free_at_start"] = scheduler.pool.free_blocks()
 
-    def added(self, request: Request) -> None:
-        """`request` is in the waiting queue now."""
+    def __getattr__(self, name: str) -> Any:
+        """Whatever isn't noted is the scheduler's."""
+        return getattr(self.scheduler, name)
+
+    def add(self, request: Request) -> None:
+        """Scheduler.add, noted."""
+        self.scheduler.add(request)
         self._numbers[request] = len(self._wishes)
         wish = {
             "request_id": request.request_id,
@@ -102,23 +112,35 @@ class Recorder:
         }
         self._wishes.append(wish)
 
-    def aborted(self, request: Request) -> None:
-        """`request` has ended from outside."""
-        self._events.append([len(self._steps), "abort", self._numbers[request]])
+    def schedule(self) -> ScheduledStep | None:
+        """Scheduler.schedule, noted."""
+        step = self.scheduler.schedule()
+        record = step_record(self.scheduler, step, self._number, blocks=self._blocks)
+        committed(record, self.scheduler, (), self._number)
+        self._steps.append(record)
+        return step
 
-    def reset(self) -> None:
-        """All cached prefixes are forgotten."""
+    def commit(self, step: ScheduledStep, tokens: np.ndarray) -> list[Request]:
+        """Scheduler.commit, noted."""
+        finished = self.scheduler.commit(step, tokens)
+        if self._steps:
+            committed(self._steps[-1], self.scheduler, finished, self._number)
+        return finished
+
+    def abort(self, request_id: str) -> Request | None:
+        """Scheduler.abort, noted."""
+        request = self.scheduler.abort(request_id)
+        if request is not None:
+            self._events.append([len(self._steps), "abort", self._number(request)])
+        return request
+
+    def reset_prefix_cache(self) -> None:
+        """Scheduler.reset_prefix_cache, noted."""
+        self.scheduler.reset_prefix_cache()
         self._events.append([len(self._steps), "reset"])
 
-    def scheduled(self, step: ScheduledStep | None) -> None:
-        """schedule() returned this."""
-        record = step_record(self._scheduler, step, self._numbers.__getitem__, blocks=self._blocks)
-        self._steps.append(record)
-        committed(record, self._scheduler, (), self._numbers.__getitem__)
-
-    def committed(self, finished: Iterable[Request]) -> None:
-        """commit() returned this."""
-        committed(self._steps[-1], self._scheduler, finished, self._numbers.__getitem__)
+    def _number(self, request: Request) -> int:
+        return self._numbers[request]
 
     def as_dict(self) -> dict[str, Any]:
         """The recording so far."""
@@ -131,7 +153,7 @@ class Recorder:
             ],
             "events": self._events,
             "sampled_token_rule": BY_COMPLETIONS,
-            "complete": not self._scheduler.has_unfinished(),
+            "complete": not self.scheduler.has_unfinished(),
             "steps": self._steps,
             "completions": {str(i): request.output_token_ids for i, request in enumerate(requests)},
         }

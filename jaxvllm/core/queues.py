@@ -99,7 +99,9 @@ class Queues:
         self.admitted_now.append(request)
         self.counters.prefix_queried_tokens += num_known
         self.counters.prefix_hit_tokens += num_cached
-        self.counters.recomputed_tokens += max(0, request.num_lost - num_cached)
+        num_recomputed = max(0, request.num_lost - num_cached)
+        request.num_recomputed += num_recomputed
+        self.counters.recomputed_tokens += num_recomputed
         self._announce(request, num_cached, num_tokens)
 
     def must_wait(self, request: Request, cached: Sequence[int]) -> bool:
@@ -163,16 +165,25 @@ class Queues:
             self.rows.num_blocks[rows] += 1
 
     def grow(self, rows: np.ndarray, num_tokens: np.ndarray, missing: np.ndarray) -> None:
-        """Give each of `rows` the blocks for its next `num_tokens` tokens, which it lacks so many of (all int[n])."""
-        state = self.rows
-        for row, count in zip(rows[missing > 0].tolist(), missing[missing > 0].tolist(), strict=True):
-            at = state.num_blocks[row]
-            state.block_tables[row, at : at + count] = self.pool.take(count)
-            state.num_blocks[row] = at + count
+        """Give each of `rows` the blocks for its next `num_tokens` tokens, of which it lacks `missing` (each [n])."""
+        lacking = missing > 0
+        if lacking.any():
+            if missing.max() == 1:
+                self.append_blocks(rows[lacking])
+            else:
+                self._append(rows[lacking], missing[lacking])
         if self.pool.publish_when == "at_allocation":
-            starts = state.num_computed[rows]
+            starts = self.rows.num_computed[rows]
             for row, start, end in zip(rows, starts.tolist(), (starts + num_tokens).tolist(), strict=True):
-                self._publish(state.request[row], start, end)
+                self._publish(self.rows.request[row], start, end)
+
+    def _append(self, rows: np.ndarray, counts: np.ndarray) -> None:
+        """`counts` (at least 1 each) more blocks for `rows`, in this order."""
+        state = self.rows
+        at = np.repeat(state.num_blocks[rows], counts)
+        at += np.arange(len(at)) - np.repeat(counts.cumsum() - counts, counts)
+        state.block_tables[np.repeat(rows, counts), at] = self.pool.take(len(at))
+        state.num_blocks[rows] += counts
 
     def grow_one(self, request: Request, num_tokens: int) -> None:
         """The same for one request."""

@@ -81,6 +81,7 @@ class Request:
     first_cached_tokens: int = 0  # ... at its first
     num_admissions: int = 0
     num_preemptions: int = 0
+    num_recomputed: int = 0  # computed, lost by a preemption, and not found again at readmission
     num_lost: int = 0  # computed tokens thrown away by its last preemption
 
     # Chained hashes of its full blocks, as far as somebody asked; they outlive a preemption.

@@ -31,7 +31,13 @@ def running_first(scheduler: Scheduler) -> Picks | None:
 
     A victim's blocks are there for those who run: a newcomer that took them would be the next victim.
     """
-    rows, num_tokens = _serve_running(scheduler)
+    rows = scheduler.runnable_rows()
+    only_decoding = len(rows) <= scheduler.max_num_batched_tokens and bool(scheduler.rows.decoding[rows].all())
+    num_tokens = _decode_all(scheduler, rows) if only_decoding else None
+    if num_tokens is None:
+        rows, num_tokens = _serve_running(scheduler, rows)
+    elif not scheduler.waiting and len(rows):
+        return Picks("decode", rows, num_tokens)
     if scheduler.waiting and not scheduler.preempted_now:
         admitted = _admit_waiting(scheduler, scheduler.max_num_batched_tokens - int(num_tokens.sum()))
         if admitted:
@@ -44,12 +50,24 @@ def running_first(scheduler: Scheduler) -> Picks | None:
     return Picks(kind, rows, num_tokens)
 
 
-def _serve_running(scheduler: Scheduler) -> tuple[np.ndarray, np.ndarray]:
-    """(rows intp[B], tokens int32[B]): each running request's share of the budget, as long as there is any.
+def _decode_all(scheduler: Scheduler, rows: np.ndarray) -> np.ndarray | None:
+    """int32[B], one token for each of `rows`, which all decode; None if there are too few blocks for it.
+
+    What `_serve_running` does, for the usual case, in a third of the time.
+    """
+    needs_block = scheduler.needs_block(rows)
+    if np.count_nonzero(needs_block) > scheduler.pool.num_free:
+        return None
+    ones = np.ones(len(rows), np.int32)
+    scheduler.grow(rows, ones, needs_block)
+    return ones
+
+
+def _serve_running(scheduler: Scheduler, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(rows intp[B], tokens int32[B]): the share of the budget of each of `rows`, as long as there is any.
 
     All at once if the free blocks suffice, which is nearly always; one by one if not.
     """
-    rows = scheduler.runnable_rows()
     wanted = scheduler.rows.num_tokens[rows] - scheduler.rows.num_computed[rows]
     threshold, budget = scheduler.rules.long_prefill_token_threshold, scheduler.max_num_batched_tokens
     if threshold:
