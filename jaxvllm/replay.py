@@ -77,10 +77,12 @@ class Replay:
         """Nothing is left to do."""
         return not (self._arrivals or self.scheduler.has_unfinished() or self._in_flight)
 
-    def step(self) -> dict[str, Any]:
-        """One turn of the loop: arrivals, schedule, commit what is more than async_steps old. Our entry for it."""
+    def happen(self) -> None:
+        """What came from outside before the next step."""
         number, scheduler = len(self.records), self.scheduler
-        while self._arrivals and (self._arrivals[0][0] <= number or not scheduler.has_unfinished()):
+        while self._arrivals and (
+            self._arrivals[0][0] <= number or not (self.ours or scheduler.has_unfinished())  # theirs come early then
+        ):
             scheduler.add(self.requests[self._arrivals.popleft()[1]])
         while self._events and self._events[0][0] <= number:
             _, what, *rest = self._events.popleft()
@@ -88,6 +90,11 @@ class Replay:
                 scheduler.abort(str(rest[0]))
             else:
                 scheduler.reset_prefix_cache()
+
+    def step(self) -> dict[str, Any]:
+        """One turn of the loop: arrivals, schedule, commit what is more than async_steps old. Our entry for it."""
+        self.happen()
+        scheduler = self.scheduler
         step = scheduler.schedule()
         blocks = "free_at_start" in self.trace or not self.ours
         record = step_record(scheduler, step, _index, blocks=blocks)
@@ -129,6 +136,8 @@ def replay(trace: dict[str, Any]) -> list[Difference]:
         differences = list(_compare(number, expected, {field: got[field] for field in got if field in fields}))
         if differences:
             return differences
+    if run.ours:
+        run.happen()  # after the last step
     if trace.get("complete", True) and (run.scheduler.has_unfinished() or run._arrivals):
         return [Difference(None, len(expected_steps), "steps", len(expected_steps), "another one")]
     completions = {str(request.index): request.output_token_ids for request in run.requests}
