@@ -21,7 +21,8 @@ ALLOWED = {
     "jaxvllm.core": (*CONFIG, "jaxvllm.sampling_params"),
     "jaxvllm.recording": ("jaxvllm.core",),
     "jaxvllm.replay": ("jaxvllm.core", "jaxvllm.recording", "jaxvllm.sampling_params"),
-    "jaxvllm.drawing": ("jaxvllm.core", "jaxvllm.replay"),
+    "jaxvllm.drawing": ("jaxvllm.core", "jaxvllm.replay", "jaxvllm.drawing_page"),
+    "jaxvllm.drawing_page": (),
     "jaxvllm.kernels": (),
     "jaxvllm.models": (*CONFIG, "jaxvllm.kernels"),
     "jaxvllm.runtime": (
