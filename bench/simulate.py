@@ -146,9 +146,7 @@ def run(args: argparse.Namespace, policy: str, budget: int, coming: Iterator[tup
             finished = scheduler.commit(done, np.ones(len(done.requests), np.int32))
             host += time.perf_counter() - started
             first_token_s += [request.first_token_time - request.arrival_time for request in finished]
-    return Result(
-        now, scheduler.counters.output_tokens, np.array(first_token_s), gaps, longest_gap, host, scheduler
-    )
+    return Result(now, scheduler.counters.output_tokens, np.array(first_token_s), gaps, longest_gap, host, scheduler)
 
 
 def rows_of(result: Result, case: str) -> list[Row]:

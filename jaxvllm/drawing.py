@@ -96,7 +96,11 @@ def timeline(trace: dict[str, Any], title: str, path: Path) -> None:
     top.set_yticks(range(len(requests)), [request["name"] for request in requests])
     top.invert_yaxis()
     top.set_title(f"{title}: {data['policy']}", loc="left")
-    for marker, colour, label in ((".", "#bbbbbb", "waits"), ("x", "#c00000", "preempted"), ("*", "black", "prefix hit")):
+    for marker, colour, label in (
+        (".", "#bbbbbb", "waits"),
+        ("x", "#c00000", "preempted"),
+        ("*", "black", "prefix hit"),
+    ):
         top.plot([], [], marker, color=colour, label=label)
     top.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize=8, ncols=3, frameon=False)
     used = [data["config"]["num_blocks"] - step["num_free_blocks"] for step in steps]

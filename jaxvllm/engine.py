@@ -295,7 +295,9 @@ class Engine:
                     self._changed[request.request_id] = tracked
         return finished
 
-    def _add(self, prompt: Prompt, params: SamplingParams, priority: int, *, request_id: str | None, online: bool) -> Tracked:
+    def _add(
+        self, prompt: Prompt, params: SamplingParams, priority: int, *, request_id: str | None, online: bool
+    ) -> Tracked:
         index = self._num_requests
         request = Request.create(
             request_id if request_id is not None else self._new_id(), index, prompt.token_ids, params,

@@ -18,9 +18,7 @@ class Pair:
 
     def __init__(self, workload):
         self.workload = workload
-        self.ours = make_scheduler(
-            **workload.config, scheduling_policy="running_first", rules=Rules(**workload.rules)
-        )
+        self.ours = make_scheduler(**workload.config, scheduling_policy="running_first", rules=Rules(**workload.rules))
         self.oracle = NaiveRunningFirst(workload.config, workload.rules)
         self.requests: dict[str, Request] = {}
         self.sequences: dict = {}

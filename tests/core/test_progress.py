@@ -24,9 +24,7 @@ class Run:
     """A workload driven to its end: when each request arrived and finished, and what every step did."""
 
     def __init__(self, workload, policy):
-        self.scheduler = make_scheduler(
-            **workload.config, scheduling_policy=policy, rules=Rules(**workload.rules)
-        )
+        self.scheduler = make_scheduler(**workload.config, scheduling_policy=policy, rules=Rules(**workload.rules))
         self.arrived: dict[Request, int] = {}
         self.ended: dict[Request, int] = {}
         self.requests: list[Request] = []

@@ -57,7 +57,11 @@ def test_it_waits_for_all_chunks_of_the_writer():
     for request in (a, b):
         loop.scheduler.add(request)
     loop.drain()
-    assert [(step.requests, step.num_tokens.tolist()) for step in loop.steps[:3]] == [([a], [8]), ([a], [8]), ([a, b], [1, 1])]
+    assert [(step.requests, step.num_tokens.tolist()) for step in loop.steps[:3]] == [
+        ([a], [8]),
+        ([a], [8]),
+        ([a, b], [1, 1]),
+    ]
 
 
 @DEPTHS
