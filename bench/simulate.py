@@ -5,7 +5,7 @@ python -m bench.simulate --requests 1000000 --prompt-len 64 --output-len 16 --lo
 python -m bench.simulate --arrivals bursty --token-budgets 512,1024,2048
 
 The mix: Poisson arrivals of --prompt-len / --output-len tokens, and one --long-len prompt every --long-every seconds.
-Capacity is the mix's own closed-loop rate (everything there at once), simulated first, under prefill_first. A step takes
+Capacity is the mix's own closed-loop rate (everything there at once), simulated first, under prefill_first. A step:
 
     base + max(weight bytes / read rate, matrix operations / matrix rate) + KV bytes / read rate + attention operations
 

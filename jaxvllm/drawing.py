@@ -1,7 +1,7 @@
 """A recorded schedule as pictures: `jaxvllm trace FILE -o out.html` (a page to step through) or `-o out.png`.
 
-The recording is replayed, so that any kind of it (see `jaxvllm.replay`) gives the same picture, block pool included. Owns
-what is shown; how the page shows it is `drawing_page`. Must not know about devices.
+The recording is replayed, so that any kind of it (see `jaxvllm.replay`) gives the same picture, block pool included.
+Owns what is shown; how the page shows it is `drawing_page`. Must not know about devices.
 """
 
 from __future__ import annotations

@@ -10,34 +10,37 @@ PAGE = r"""<!doctype html>
 :root { --ink:#222; --soft:#777; --line:#ddd; --paper:#fff; --mark:#fff3c4; }
 @media (prefers-color-scheme: dark) {
   :root { --ink:#e6e6e6; --soft:#9a9a9a; --line:#444; --paper:#1b1b1d; --mark:#4a421f; } }
-body { font:14px/1.45 system-ui,sans-serif; color:var(--ink); background:var(--paper); margin:1.2rem auto; max-width:76rem;
-  padding:0 1rem; }
+body { font:14px/1.45 system-ui,sans-serif; color:var(--ink); background:var(--paper); margin:1.2rem auto;
+  max-width:76rem; padding:0 1rem; }
 h1 { font-size:1.25rem; margin:0 } h2 { font-size:1rem; margin:1.2rem 0 .4rem } .soft { color:var(--soft) }
-#controls { position:sticky; top:0; background:var(--paper); padding:.6rem 0; display:flex; gap:.6rem; align-items:center;
-  z-index:2; border-bottom:1px solid var(--line) }
+#controls { position:sticky; top:0; background:var(--paper); padding:.6rem 0; display:flex; gap:.6rem;
+  align-items:center;   z-index:2; border-bottom:1px solid var(--line) }
 #slider { flex:1 } button { font:inherit; padding:.1rem .7rem }
 .scroll { overflow-x:auto } table { border-collapse:collapse; font-variant-numeric:tabular-nums }
-#rounds td, #rounds th { border:1px solid var(--line); min-width:2.6rem; height:1.6rem; text-align:center; padding:0 .25rem;
-  font-weight:normal; cursor:pointer; white-space:nowrap }
+#rounds td, #rounds th { border:1px solid var(--line); min-width:2.6rem; height:1.6rem; text-align:center;
+  padding:0 .25rem;   font-weight:normal; cursor:pointer; white-space:nowrap }
 #rounds th:first-child { text-align:left; position:sticky; left:0; background:var(--paper); z-index:1; cursor:default }
 #rounds .now { background:var(--mark) } #rounds .ran { color:#111 }
 #pool { display:flex; flex-wrap:wrap; gap:4px }
 .block { width:4.4rem; height:3.4rem; border:2px solid var(--line); border-radius:4px; padding:2px 4px; font-size:12px;
   line-height:1.3; overflow:hidden; box-sizing:border-box }
-.block.held { color:#111 } .block.cached { border-style:double; border-width:4px; padding:0 2px; border-color:var(--ink) }
-.block.fresh { outline:2px solid #c00000 } .chip { display:inline-block; color:#111; border-radius:3px; padding:0 .45rem;
+.block.held { color:#111 }
+.block.cached { border-style:double; border-width:4px; padding:0 2px; border-color:var(--ink) }
+.block.fresh { outline:2px solid #c00000 }
+.chip { display:inline-block; color:#111; border-radius:3px; padding:0 .45rem;
   margin:0 .25rem .2rem 0 } #queues td { padding:.15rem .8rem .15rem 0; vertical-align:top }
 </style></head><body>
 <h1 id="title"></h1><div class="soft" id="config"></div>
 <div id="controls"><button id="back" aria-label="one step back">&#9664;</button>
-<input id="slider" type="range" min="0" value="0" aria-label="step"><button id="next" aria-label="one step on">&#9654;</button>
+<input id="slider" type="range" min="0" value="0" aria-label="step">
+<button id="next" aria-label="one step on">&#9654;</button>
 <b id="label"></b></div>
 <h2>This step</h2><table id="queues"></table>
 <h2>Block pool <span class="soft">right after scheduling: request.table position; double frame: findable by its prefix;
 red outline: taken in this step; #n: place in the free list; two names: shared</span></h2>
 <div id="pool"></div><div id="nopool" class="soft"></div>
-<h2>All steps <span class="soft">tokens of each request; full colour: prompt or recomputed, pale: decoding; &middot; waits,
-&#10007; preempted, &#9733; prefix hit, &#9632; finished; click a column</span></h2>
+<h2>All steps <span class="soft">tokens of each request; full colour: prompt or recomputed, pale: decoding;
+&middot; waits, &#10007; preempted, &#9733; prefix hit, &#9632; finished; click a column</span></h2>
 <div class="scroll"><table id="rounds"></table></div>
 <script>
 "use strict";
@@ -87,7 +90,8 @@ function chips(row, list, text) {
 }
 function queues(step) {
   const table = $("queues"); table.replaceChildren();
-  const line = (label, list, text) => { const row = make(table, "tr"); make(row, "td", label); chips(row, list, text); };
+  const line = (label, list, text) => {
+    const row = make(table, "tr"); make(row, "td", label); chips(row, list, text); };
   const hits = new Map(step.computed_at_admission);
   line("runs", step.scheduled.map(entry => entry[0]), (r, i) => { const [, from, count] = step.scheduled[i];
     return " [" + from + "\u2026" + (from + count) + ") " + count + (count === 1 ? " token" : " tokens"); });
@@ -102,7 +106,8 @@ function pool(step, before) {
   const grid = $("pool"), size = data.config.num_blocks; grid.replaceChildren(); $("nopool").textContent = "";
   if (size > 4096) { $("nopool").textContent = "A pool of " + size + " blocks is too large to draw."; return; }
   const owners = tables => { const all = Array.from({length: size}, () => []);
-    Object.entries(tables).forEach(([r, table]) => table.forEach((block, i) => all[block].push([+r, i]))); return all; };
+    Object.entries(tables).forEach(([r, table]) => table.forEach((block, i) => all[block].push([+r, i])));
+    return all; };
   const held = owners(step.tables), held_before = owners(before ? before.tables : {});
   const place = new Map(step.free.map((block, i) => [block, i])), cached = new Set(step.cached);
   for (let block = 0; block < size; block++) {
@@ -124,7 +129,8 @@ function show(k) {
   columns[now][0].scrollIntoView({block: "nearest", inline: "nearest"});
   const step = data.steps[now];
   $("slider").value = now;
-  $("label").textContent = "step " + now + " of " + data.steps.length + (step.kind ? ", " + step.kind : ", nothing to run");
+  $("label").textContent = "step " + now + " of " + data.steps.length +
+    (step.kind ? ", " + step.kind : ", nothing to run");
   queues(step); pool(step, data.steps[now - 1]);
 }
 $("slider").max = data.steps.length - 1;

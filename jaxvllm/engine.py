@@ -8,6 +8,7 @@ host. ``async_steps=0`` is the same code with an immediate commit, and the oracl
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -48,9 +49,9 @@ class Engine:
     max_num_seqs: requests that run at the same time. max_num_batched_tokens: tokens in one step.
     max_model_len: prompt and output tokens of one request; None takes the model's positions.
     gpu_memory_utilization: share of each device's memory that the engine may use.
-    scheduling_policy: "prefill_first" (prompts stop decoding) or "running_first" (one token budget for both).
-    For running_first, as in core.Rules: policy ("fcfs" or "priority"), long_prefill_token_threshold,
-        reserve_full_prompt; for both: enable_chunked_prefill, share_prefixes.
+    scheduling_policy: "prefill_first" (prompts stop decoding) or "running_first" (one token budget for both); see
+        core.Rules for policy, long_prefill_token_threshold, reserve_full_prompt (of the second), and
+        enable_chunked_prefill, share_prefixes (of both).
     enable_prefix_caching: reuse the cache of equal prompt beginnings.
     dtype: "bfloat16" or "float32"; None takes the checkpoint's.
     seed: key of the noise of requests that bring no seed, and of random weights.
@@ -68,7 +69,8 @@ class Engine:
                  max_num_batched_tokens: int = 8192, max_model_len: int | None = None,
                  gpu_memory_utilization: float = 0.9, scheduling_policy: str = "prefill_first",
                  policy: str = "fcfs", long_prefill_token_threshold: int = 0, reserve_full_prompt: bool = True,
-                 enable_chunked_prefill: bool = True, share_prefixes: bool = False, enable_prefix_caching: bool = True, dtype: str | None = None, seed: int = 0,
+                 enable_chunked_prefill: bool = True, share_prefixes: bool = False,
+                 enable_prefix_caching: bool = True, dtype: str | None = None, seed: int = 0,
                  attention_backend: str = "auto", async_steps: int = 1,
                  decode_buckets: Sequence[int] | None = None, token_buckets: Sequence[int] | None = None,
                  warmup: bool = True, record: str | os.PathLike[str] | None = None) -> None:  # fmt: skip
@@ -108,10 +110,9 @@ class Engine:
             self.start_recording()
         self.start_seconds = time.perf_counter() - started
 
-    # Whole batches
-
     def generate(self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-                 use_tqdm: bool = True, *, priority: int | Sequence[int] | None = None) -> list[RequestOutput]:  # fmt: skip
+                 use_tqdm: bool = True, *, priority: int | Sequence[int] | None = None
+                 ) -> list[RequestOutput]:  # fmt: skip
         """Completes every prompt; outputs in the prompts' order.
 
         prompts: a string, strings, a list of token ids, lists of ids, numpy or jax arrays of ids.
@@ -153,8 +154,6 @@ class Engine:
         ids = parse_prompt(token_ids, self._encode, self.model_config.vocab_size, "token_ids").token_ids
         return startup.score(self._executor, self._scheduler, self.buckets, self.config, ids)
 
-    # Callers that drive the loop themselves
-
     def add_request(self, prompt: Any, sampling_params: SamplingParams | None = None, *,
                     request_id: str | None = None, priority: int = 0) -> str:  # fmt: skip
         """Queues one prompt and returns its id (the given one, or a new one); ``step`` returns its outputs.
@@ -193,8 +192,6 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         return self._scheduler.has_unfinished() or bool(self._changed)
-
-    # State
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and the present state; all plain numbers."""
@@ -295,12 +292,13 @@ class Engine:
                     self._changed[request.request_id] = tracked
         return finished
 
-    def _add(
-        self, prompt: Prompt, params: SamplingParams, priority: int, *, request_id: str | None, online: bool
-    ) -> Tracked:
-        index = self._num_requests
+    def _add(self, prompt: Prompt, params: SamplingParams, priority: int, *, request_id: str | None,
+             online: bool) -> Tracked:  # fmt: skip
+        if request_id is None:
+            new_ids = (f"request-{number}" for number in itertools.count(self._num_requests))
+            request_id = next(name for name in new_ids if name not in self._tracked)
         request = Request.create(
-            request_id if request_id is not None else self._new_id(), index, prompt.token_ids, params,
+            request_id, self._num_requests, prompt.token_ids, params,
             model_eos=self._end_tokens, engine_seed=self.config.seed, priority=priority,
         )  # fmt: skip
         self._scheduler.add(request)
@@ -309,13 +307,6 @@ class Engine:
         stream = None if self.tokenizer is None else self.tokenizer.detokenizer(prompt.token_ids.tolist())
         tracked = self._tracked[request.request_id] = Tracked(request, prompt, online, stream)
         return tracked
-
-    def _new_id(self) -> str:
-        """A request id that no caller has taken."""
-        number = self._num_requests
-        while f"request-{number}" in self._tracked:
-            number += 1
-        return f"request-{number}"
 
     def _check_open(self) -> None:
         if self._closed:

@@ -26,7 +26,10 @@ from jaxvllm.recording import BY_COMPLETIONS, committed, step_record
 from jaxvllm.sampling_params import SamplingParams
 
 TOKEN_RULE = "(request*7919 + position*104729 + 13) % 50, position = number of tokens before the new one"
-TOKEN_RULE_V1 = "(r*7919 + p*104729 + 13) % 50, r = the request's index, p = number of tokens (prompt and sampled) before the new one"
+TOKEN_RULE_V1 = (
+    "(r*7919 + p*104729 + 13) % 50, r = the request's index, "
+    "p = number of tokens (prompt and sampled) before the new one"
+)
 _BOTH = ("scheduled", "preempted", "waiting", "running", "finished")
 FIELDS = {
     "prefill_first": {*_BOTH, "kind", "block_tables", "free", "cached_blocks_after"},

@@ -1,7 +1,9 @@
-"""The table at the end of the seed on scheduling, row by row: nano-vLLM's column is prefill_first, vLLM's running_first.
+"""The table at the end of the seed on scheduling: nano-vLLM's column is prefill_first, vLLM's running_first.
 
 Each test is named after its row and shows both columns where both have something to show.
 """
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ def loop_of(policy="running_first", rules=None, depth=0, **changes) -> Loop:
     return Loop(make_scheduler(scheduling_policy=policy, rules=Rules(**(rules or {})), **changes), depth=depth)
 
 
-def add(loop, *requests):
+def add(loop, *requests) -> Any:
     for request in requests:
         loop.scheduler.add(request)
     return requests

@@ -9,6 +9,7 @@ when it goes.
 
 from collections import deque
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
@@ -47,7 +48,7 @@ class Run:
             while len(in_flight) > (workload.depth if step is not None else 0):
                 done = in_flight.popleft()
                 places = zip(done.requests, (done.starts + done.num_tokens).tolist(), strict=True)
-                for request in self.scheduler.commit(done, [sampled(r.request_id, at) for r, at in places]):
+                for request in self.scheduler.commit(done, np.array([sampled(r.request_id, at) for r, at in places])):
                     self.ended[request] = self.steps
             self.steps += 1
             assert self.steps < 5000

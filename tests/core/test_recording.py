@@ -93,10 +93,15 @@ def test_a_recording_begins_when_nobody_is_served_and_may_begin_late(tmp_path):
         loop.scheduler = scheduler
 
     engine = SimpleNamespace(start_recording=start, stop_recording=stop)
-    with pytest.raises(ZeroDivisionError), recording.record(engine, tmp_path / "run.json"):
-        loop.scheduler.add(make_request(1, [1] * 9, max_tokens=2))
-        loop.step()
-        raise ZeroDivisionError  # what was recorded until then is written all the same
+
+    def fail():
+        with recording.record(engine, tmp_path / "run.json"):
+            loop.scheduler.add(make_request(1, [1] * 9, max_tokens=2))
+            loop.step()
+            raise ZeroDivisionError  # what was recorded until then is written all the same
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     trace = json.loads((tmp_path / "run.json").read_text())
     assert (trace["complete"], len(trace["steps"])) == (False, 1)
     assert replay.replay(trace) == []

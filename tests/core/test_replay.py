@@ -62,10 +62,10 @@ def test_a_block_that_was_allotted_and_never_computed_is_not_found_even_in_repla
     )
     low, high = make_request(0, [5] * 12, priority=9), make_request(1, [6] * 6, priority=0)
     scheduler.add(low)
-    scheduler.commit(scheduler.schedule(), np.zeros(1))  # low: 8 of its 12 tokens, two blocks
+    scheduler.commit(scheduler.schedule(), np.zeros(1))  # type: ignore[arg-type]  # low: 8 of its 12 tokens, two blocks
     assert scheduler.pool.cached_blocks() == [0, 1]
     scheduler.add(high)
-    scheduler.commit(scheduler.schedule(), np.zeros(2))  # low 8..12, high 0..4
+    scheduler.commit(scheduler.schedule(), np.zeros(2))  # type: ignore[arg-type]  # low 8..12, high 0..4
     published = scheduler.pool.match(np.full(13, 5, np.int32), [])
     assert len(published) == 3
     # Now as if low had been scheduled for its third block in the step in which it is preempted.
