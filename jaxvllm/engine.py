@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 
@@ -24,13 +24,12 @@ from jaxvllm import startup
 from jaxvllm.config import EngineConfig, ModelConfig
 from jaxvllm.core.plan import fill_plan
 from jaxvllm.core.request import Request
-from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.step import ScheduledStep
 from jaxvllm.inputs import Prompt, parse_params, parse_priorities, parse_prompt, parse_prompts
 from jaxvllm.interrupts import deferred_interrupts
 from jaxvllm.outputs import RequestOutput
 from jaxvllm.progress import Progress
-from jaxvllm.recording import Recorder
+from jaxvllm.recordable import Recordable
 from jaxvllm.runtime.executor import StepHandle
 from jaxvllm.sampling_params import SamplingParams
 from jaxvllm.tokenizer import Tokenizer
@@ -39,7 +38,7 @@ from jaxvllm.tracked import Tracked
 logger = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(Recordable):
     """Generates text with a Qwen3 model on local devices.
 
     model: a directory with a Hugging Face checkpoint, or one made by ``python -m jaxvllm.convert``; a ModelConfig
@@ -104,7 +103,6 @@ class Engine:
         self._changed: dict[str, Tracked] = {}  # online requests with news that step() hasn't returned yet
         self._num_requests = self._num_online = 0
         self._closed = ""
-        self._recorder: Recorder | None = None
         self._record_path = record
         if record is not None:
             self.start_recording()
@@ -226,21 +224,6 @@ class Engine:
             )
         startup.update_weights(self._executor, params)
         self._scheduler.reset_prefix_cache()
-
-    def start_recording(self) -> Recorder:
-        """From now on every step is noted; ``jaxvllm.record`` calls this. ValueError while requests are served."""
-        if self._recorder is not None:
-            raise ValueError("the engine is recording already: stop that first")
-        while self._in_flight and not self._scheduler.has_unfinished():
-            self._advance()
-        self._recorder = Recorder(self._scheduler, self.config.scheduling_policy, self.config.async_steps)
-        self._scheduler = cast(Scheduler, self._recorder)
-        return self._recorder
-
-    def stop_recording(self) -> None:
-        """Nothing more is noted."""
-        if self._recorder is not None:
-            self._scheduler, self._recorder = self._recorder.scheduler, None
 
     def close(self) -> None:
         """Gives the device memory back; any later call raises RuntimeError."""
