@@ -17,8 +17,9 @@ import numpy as np
 from jaxvllm import config as configuration
 from jaxvllm.config import ConfigError, EngineConfig, ModelConfig
 from jaxvllm.core.buckets import BucketTable, default_decode_sizes, default_token_sizes
+from jaxvllm.core.policy import rule_problems
 from jaxvllm.core.rules import Rules
-from jaxvllm.core.scheduler import Scheduler, rule_problems
+from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.kernels import resolve_backend
 from jaxvllm.models import params as tables
 from jaxvllm.models import qwen3

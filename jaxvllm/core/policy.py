@@ -46,3 +46,11 @@ POLICIES = {
     "prefill_first": Policy(prefill_first, frozenset({"enable_chunked_prefill", "share_prefixes"})),
     "running_first": Policy(running_first, frozenset(Rules.__dataclass_fields__), KnownLast, AllPublishers),
 }
+
+
+def rule_problems(scheduling_policy: str, rules: Rules) -> list[str]:
+    """Why a scheduler can't follow these, each with the way out; [] if it can."""
+    if scheduling_policy not in POLICIES:
+        known = ", ".join(map(repr, sorted(POLICIES)))
+        return [f"scheduling_policy={scheduling_policy!r} isn't known; known are {known}"]
+    return POLICIES[scheduling_policy].problems(scheduling_policy, rules)

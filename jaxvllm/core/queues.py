@@ -174,8 +174,8 @@ class Queues:
                 self._append(rows[lacking], missing[lacking])
         if self.pool.publish_when == "at_allocation":
             starts = self.rows.num_computed[rows]
-            for row, start, end in zip(rows, starts.tolist(), (starts + num_tokens).tolist(), strict=True):
-                self._publish(self.rows.request[row], start, end)
+            for row, start, end in zip(rows.tolist(), starts.tolist(), (starts + num_tokens).tolist(), strict=True):
+                self._publish(self.rows.request.item(row), start, end)
 
     def _append(self, rows: np.ndarray, counts: np.ndarray) -> None:
         """`counts` (at least 1 each) more blocks for `rows`, in this order."""

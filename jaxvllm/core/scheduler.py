@@ -30,7 +30,7 @@ import numpy as np
 
 from jaxvllm.core.block_pool import BlockPool, Publish
 from jaxvllm.core.integrity import check_scheduler
-from jaxvllm.core.policy import POLICIES
+from jaxvllm.core.policy import POLICIES, rule_problems
 from jaxvllm.core.queues import Queues
 from jaxvllm.core.request import Request, RequestStatus
 from jaxvllm.core.rules import Rules
@@ -177,27 +177,13 @@ class Scheduler(Queues):
             preempted=self.preempted_now,
             first_samples=first_samples,
         )
-        self._count(step)
+        num_decoding = len(rows) if picks.kind == "decode" else int(np.count_nonzero(state.decoding[rows]))
+        self.counters.count(step, num_decoding)
         state.num_computed[rows] = ends
         state.num_tokens[rows] = num_tokens + samples
         if picks.kind != "decode":
             state.decoding[rows] = samples
         return step
-
-    def _count(self, step: ScheduledStep) -> None:
-        """A new step into the counters."""
-        counters = self.counters
-        if step.kind == "decode":
-            counters.decode_steps += 1
-            counters.decode_tokens += len(step.rows)
-            return
-        if step.kind == "prefill":
-            counters.prefill_steps += 1
-        else:
-            counters.mixed_steps += 1
-        num_decoding = int(np.count_nonzero(self.rows.decoding[step.rows]))
-        counters.decode_tokens += num_decoding
-        counters.prefill_tokens += step.num_query_tokens - num_decoding
 
     def commit(self, step: ScheduledStep, tokens: np.ndarray) -> list[Request]:
         """Take in the sampled `tokens` (int32[B], ignored where the step doesn't sample) of the oldest open
@@ -305,11 +291,3 @@ class Scheduler(Queues):
         self.end_all(ended)
         self.counters.finished_requests += len(ended)
         return [request for request, _, _ in ended]
-
-
-def rule_problems(scheduling_policy: str, rules: Rules) -> list[str]:
-    """Why a scheduler can't follow these, each with the way out; [] if it can."""
-    if scheduling_policy not in POLICIES:
-        known = ", ".join(map(repr, sorted(POLICIES)))
-        return [f"scheduling_policy={scheduling_policy!r} isn't known; known are {known}"]
-    return POLICIES[scheduling_policy].problems(scheduling_policy, rules)

@@ -73,3 +73,14 @@ class Counters:
     def steps(self) -> int:
         """Steps scheduled."""
         return self.prefill_steps + self.decode_steps + self.mixed_steps
+
+    def count(self, step: ScheduledStep, num_decoding: int) -> None:
+        """A new step, in which `num_decoding` requests compute the one token that was sampled before."""
+        if step.kind == "decode":
+            self.decode_steps += 1
+        elif step.kind == "prefill":
+            self.prefill_steps += 1
+        else:
+            self.mixed_steps += 1
+        self.decode_tokens += num_decoding
+        self.prefill_tokens += step.num_query_tokens - num_decoding

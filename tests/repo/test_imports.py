@@ -43,7 +43,7 @@ THIRD_PARTY = {
     "jaxvllm.detokenizer": set(),
     "jaxvllm.tokenizer": {"tokenizers", "transformers"},
     "jaxvllm.core": {"numpy", "xxhash"},
-    "jaxvllm.recording": set(),
+    "jaxvllm.recording": {"numpy"},
     "jaxvllm.replay": {"numpy"},
     "jaxvllm.drawing": {"matplotlib"},
     "jaxvllm.kernels": {"jax"},
