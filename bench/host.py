@@ -1,6 +1,7 @@
 """What the host spends on a decode step: schedule + fill the plan + commit, without a device.
 
 python -m bench.host              256 running requests, 1024-token prompts, block size 64
+python -m bench.host --scheduling-policy running_first --running 10000
 """
 
 import argparse
@@ -23,14 +24,15 @@ PARTS = ("schedule", "fill", "commit")
 
 def make_scheduler(args: argparse.Namespace) -> Scheduler:
     """`args.running` requests that decode: their prompts are computed."""
-    num_blocks = args.running * (MAX_MODEL_LEN // args.block_size)
+    num_blocks = args.running * -(-(args.prompt_len + args.steps + 64) // args.block_size)
     scheduler = Scheduler(
         block_size=args.block_size,
         num_blocks=num_blocks,
         max_num_seqs=args.running,
-        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, args.running),
         max_model_len=MAX_MODEL_LEN,
         max_running=args.running,
+        scheduling_policy=args.scheduling_policy,
     )
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.6, max_tokens=args.steps + 64, ignore_eos=True)
@@ -47,7 +49,8 @@ def make_scheduler(args: argparse.Namespace) -> Scheduler:
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Median microseconds of each part, and of their sum in a step ("total")."""
     scheduler = make_scheduler(args)
-    table = BucketTable(default_decode_sizes(args.running), default_token_sizes(MAX_NUM_BATCHED_TOKENS), args.running)
+    token_sizes = default_token_sizes(max(MAX_NUM_BATCHED_TOKENS, args.running))
+    table = BucketTable(default_decode_sizes(args.running), token_sizes, args.running)
     num_slots = args.running * MAX_MODEL_LEN
     times = []
     layout = None
@@ -75,8 +78,10 @@ def main() -> None:
     made.add_argument("--prompt-len", type=int, default=1024)
     made.add_argument("--block-size", type=int, default=64)
     made.add_argument("--steps", type=int, default=1000)
+    made.add_argument("--scheduling-policy", default="prefill_first", choices=("prefill_first", "running_first"))
     args = made.parse_args()
-    rows = [Row(f"{args.running} running, {name}", us, "us") for name, us in measure(args).items()]
+    policy = "" if args.scheduling_policy == "prefill_first" else f" {args.scheduling_policy}"
+    rows = [Row(f"{args.running} running{policy}, {name}", us, "us") for name, us in measure(args).items()]
     record("host", rows, device=cpu_name(), args=args)
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxvllm.config import EngineConfig, ModelConfig
     from jaxvllm.engine import LLM, Engine
-    from jaxvllm.outputs import CompletionOutput, RequestOutput
+    from jaxvllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from jaxvllm.recording import record
     from jaxvllm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -25,6 +26,8 @@ _EXPORTS = {
     "SamplingParams": "jaxvllm.sampling_params",
     "RequestOutput": "jaxvllm.outputs",
     "CompletionOutput": "jaxvllm.outputs",
+    "RequestMetrics": "jaxvllm.outputs",
+    "record": "jaxvllm.recording",
 }
 
 __all__ = [
@@ -33,9 +36,11 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "ModelConfig",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "__version__",
+    "record",
 ]
 
 

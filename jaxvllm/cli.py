@@ -1,4 +1,4 @@
-"""The `jaxvllm` command: generate, inspect, convert, replay.
+"""The `jaxvllm` command: generate, inspect, convert, replay, trace.
 
 Owns argument parsing and printing. Every import of another room happens inside the command that needs it, so
 that `jaxvllm --help` answers at once.
@@ -21,6 +21,7 @@ EXAMPLES = """examples:
   jaxvllm inspect Qwen3-0.6B
   jaxvllm convert Qwen3-0.6B qwen3-0.6b
   jaxvllm replay tests/traces/*.json
+  jaxvllm trace tests/traces/five_requests_eleven_blocks.json -o trace.html
 """
 
 
@@ -57,6 +58,10 @@ def make_parser() -> argparse.ArgumentParser:
     inspect.add_argument("path", metavar="PATH", help="model directory (config.json)")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(run=run_inspect)
+    trace = commands.add_parser("trace", help="a recorded schedule as a page to step through, or as a picture")
+    trace.add_argument("file", metavar="FILE", help="a recording: Engine(record=FILE), jaxvllm.record, tests/traces")
+    trace.add_argument("-o", "--output", required=True, metavar="OUT", help="OUT.html or OUT.png (needs matplotlib)")
+    trace.set_defaults(run=run_trace)
     commands.add_parser("convert", help="Hugging Face checkpoint -> ours, and back (jaxvllm convert --help)")
     commands.add_parser("replay", help="recorded schedules through the scheduler (jaxvllm replay --help)")
     return parser
@@ -87,6 +92,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: the checkpoint's")
     engine.add_argument("--max-model-len", type=int, help="tokens of a request at most (default: the model's)")
     engine.add_argument("--num-blocks", type=int, help="KV cache blocks (default: what fits)")
+    engine.add_argument("--scheduling-policy", default="prefill_first", help="prefill_first or running_first")
+    engine.add_argument("--record", metavar="FILE", help="write the schedule to FILE; see jaxvllm trace")
     engine.add_argument("--attention-backend", default="auto", help="auto, triton, xla or reference")
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
     parser.set_defaults(run=run_generate)
@@ -114,8 +121,9 @@ def run_generate(args: argparse.Namespace) -> int:
     logging.getLogger("jaxvllm").setLevel(logging.INFO)  # what the start does
     options = {
         name: getattr(args, name)
-        for name in ("tensor_parallel_size", "dtype", "max_model_len", "num_blocks", "attention_backend")
-    }
+        for name in ("tensor_parallel_size", "dtype", "max_model_len", "num_blocks", "attention_backend",
+                     "scheduling_policy", "record")
+    }  # fmt: skip
     with Engine(args.path, warmup=False, **options) as engine:
         if args.chat:
             if engine.tokenizer is None:
@@ -154,6 +162,16 @@ def _as_json(output: Any) -> str:
         },
         ensure_ascii=False,
     )
+
+
+def run_trace(args: argparse.Namespace) -> int:
+    """Draws a recording."""
+    from pathlib import Path
+
+    from jaxvllm.drawing import draw
+
+    draw(Path(args.file), Path(args.output))
+    return 0
 
 
 def run_inspect(args: argparse.Namespace) -> int:

@@ -168,6 +168,7 @@ def _union_of_ids(*values: int | Iterable[int] | None) -> tuple[int, ...]:
 class EngineConfig:
     """How an engine runs a model. Fields, defaults and meanings are those of ``Engine``'s keywords.
 
+    The fields from ``policy`` to ``share_prefixes`` are checked where they are used (``core.Rules``).
     A resolved value (an "auto" or None that became a number) goes into a new object (``dataclasses.replace``).
     """
 
@@ -179,6 +180,11 @@ class EngineConfig:
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9
     scheduling_policy: str = "prefill_first"
+    policy: str = "fcfs"
+    long_prefill_token_threshold: int = 0
+    reserve_full_prompt: bool = True
+    enable_chunked_prefill: bool = True
+    share_prefixes: bool = False
     enable_prefix_caching: bool = True
     dtype: str | None = None
     seed: int = 0
@@ -199,8 +205,6 @@ class EngineConfig:
         _check_int(problems, "seed", self.seed, 0)
         if not _is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
             problems.append(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be above 0 and at most 1")
-        if self.scheduling_policy != "prefill_first":
-            problems.append(f"scheduling_policy={self.scheduling_policy!r} isn't known; known is 'prefill_first'")
         if self.dtype is not None and self.dtype not in DTYPE_BYTES:
             problems.append(f"dtype={self.dtype!r} must be one of {', '.join(DTYPE_BYTES)} or None (the checkpoint's)")
         if self.attention_backend not in ATTENTION_BACKENDS:

@@ -8,6 +8,7 @@ host. ``async_steps=0`` is the same code with an immediate commit, and the oracl
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -23,12 +24,12 @@ from jaxvllm import startup
 from jaxvllm.config import EngineConfig, ModelConfig
 from jaxvllm.core.plan import fill_plan
 from jaxvllm.core.request import Request
-from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.step import ScheduledStep
-from jaxvllm.inputs import Prompt, parse_params, parse_prompt, parse_prompts
+from jaxvllm.inputs import Prompt, parse_params, parse_priorities, parse_prompt, parse_prompts
 from jaxvllm.interrupts import deferred_interrupts
 from jaxvllm.outputs import RequestOutput
 from jaxvllm.progress import Progress
+from jaxvllm.recordable import Recordable
 from jaxvllm.runtime.executor import StepHandle
 from jaxvllm.sampling_params import SamplingParams
 from jaxvllm.tokenizer import Tokenizer
@@ -37,7 +38,7 @@ from jaxvllm.tracked import Tracked
 logger = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(Recordable):
     """Generates text with a Qwen3 model on local devices.
 
     model: a directory with a Hugging Face checkpoint, or one made by ``python -m jaxvllm.convert``; a ModelConfig
@@ -47,6 +48,9 @@ class Engine:
     max_num_seqs: requests that run at the same time. max_num_batched_tokens: tokens in one step.
     max_model_len: prompt and output tokens of one request; None takes the model's positions.
     gpu_memory_utilization: share of each device's memory that the engine may use.
+    scheduling_policy: "prefill_first" (prompts stop decoding) or "running_first" (one token budget for both); see
+        core.Rules for policy, long_prefill_token_threshold, reserve_full_prompt (of the second), and
+        enable_chunked_prefill, share_prefixes (of both).
     enable_prefix_caching: reuse the cache of equal prompt beginnings.
     dtype: "bfloat16" or "float32"; None takes the checkpoint's.
     seed: key of the noise of requests that bring no seed, and of random weights.
@@ -55,6 +59,7 @@ class Engine:
     async_steps: steps dispatched ahead of the one whose tokens are read; 0 reads each step at once.
     decode_buckets, token_buckets: padded batch sizes and token counts to compile; None takes the default tables.
     warmup: compile every bucket now; False compiles each at its first use.
+    record: write the schedule to this file when the engine is closed (see jaxvllm.recording).
 
     Raises ConfigError, CheckpointError (both ValueErrors) naming field, value, limit and the way out.
     """
@@ -63,16 +68,20 @@ class Engine:
                  block_size: int = 64, num_blocks: int | None = None, max_num_seqs: int = 256,
                  max_num_batched_tokens: int = 8192, max_model_len: int | None = None,
                  gpu_memory_utilization: float = 0.9, scheduling_policy: str = "prefill_first",
+                 policy: str = "fcfs", long_prefill_token_threshold: int = 0, reserve_full_prompt: bool = True,
+                 enable_chunked_prefill: bool = True, share_prefixes: bool = False,
                  enable_prefix_caching: bool = True, dtype: str | None = None, seed: int = 0,
                  attention_backend: str = "auto", async_steps: int = 1,
                  decode_buckets: Sequence[int] | None = None, token_buckets: Sequence[int] | None = None,
-                 warmup: bool = True) -> None:  # fmt: skip
+                 warmup: bool = True, record: str | os.PathLike[str] | None = None) -> None:  # fmt: skip
         started = time.perf_counter()
         asked = EngineConfig(
             tensor_parallel_size=tensor_parallel_size, block_size=block_size, num_blocks=num_blocks,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
             gpu_memory_utilization=gpu_memory_utilization, scheduling_policy=scheduling_policy,
-            enable_prefix_caching=enable_prefix_caching, dtype=dtype, seed=seed,
+            policy=policy, long_prefill_token_threshold=long_prefill_token_threshold,
+            reserve_full_prompt=reserve_full_prompt, enable_chunked_prefill=enable_chunked_prefill,
+            share_prefixes=share_prefixes, enable_prefix_caching=enable_prefix_caching, dtype=dtype, seed=seed,
             attention_backend=attention_backend, async_steps=async_steps,
             decode_buckets=None if decode_buckets is None else tuple(decode_buckets),
             token_buckets=None if token_buckets is None else tuple(token_buckets), warmup=warmup,
@@ -80,6 +89,7 @@ class Engine:
         path = None if isinstance(model, ModelConfig) else Path(model)
         self.model_config = model if isinstance(model, ModelConfig) else ModelConfig.from_dir(model)
         self.config = asked.resolve(self.model_config)
+        rules = startup.scheduling_rules(self.config)
         self.tokenizer = None if path is None else Tokenizer.from_dir(path)
         self._encode = None if self.tokenizer is None else self.tokenizer.encode
         self._end_tokens = set(self.model_config.eos_token_ids)  # with the tokenizer's own: the union ends a sequence
@@ -88,37 +98,36 @@ class Engine:
         self.buckets = startup.bucket_table(self.config)
         self._executor = startup.make_executor(self.model_config, self.config, self.buckets, path)
         self.config = replace(self.config, num_blocks=self._executor.num_blocks).resolve(self.model_config)
-        assert self.config.num_blocks is not None and self.config.max_model_len is not None
-        self._scheduler = Scheduler(
-            block_size=block_size, num_blocks=self.config.num_blocks, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, max_model_len=self.config.max_model_len,
-            max_running=max_num_seqs, policy=scheduling_policy, enable_prefix_caching=enable_prefix_caching,
-        )  # fmt: skip
+        self._scheduler = startup.make_scheduler(self.config, rules)
         self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._tracked: dict[str, Tracked] = {}
         self._changed: dict[str, Tracked] = {}  # online requests with news that step() hasn't returned yet
         self._num_requests = self._num_online = 0
         self._closed = ""
+        self._record_path = record
+        if record is not None:
+            self.start_recording()
         self.start_seconds = time.perf_counter() - started
 
-    # Whole batches
-
     def generate(self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-                 use_tqdm: bool = True) -> list[RequestOutput]:  # fmt: skip
+                 use_tqdm: bool = True, *, priority: int | Sequence[int] | None = None
+                 ) -> list[RequestOutput]:  # fmt: skip
         """Completes every prompt; outputs in the prompts' order.
 
         prompts: a string, strings, a list of token ids, lists of ids, numpy or jax arrays of ids.
         sampling_params: one for all, or one for each prompt; None takes the defaults.
+        priority: one for all, or one for each prompt; smaller is more urgent, under policy="priority".
 
         Raises ValueError for a prompt or parameter that can't be served, before anything runs; the engine goes on.
         """
         self._check_open()
         parsed = parse_prompts(prompts, self._encode, self.model_config.vocab_size)
         params = parse_params(sampling_params, len(parsed))
+        priorities = parse_priorities(priority, len(parsed))
         mine: list[Tracked] = []
         try:
-            for prompt, one in zip(parsed, params, strict=True):
-                mine.append(self._add(prompt, one, request_id=None, online=False))
+            for prompt, one, urgency in zip(parsed, params, priorities, strict=True):
+                mine.append(self._add(prompt, one, urgency, request_id=None, online=False))
             with Progress(len(mine), self._scheduler.counters, enabled=use_tqdm) as progress:
                 waiting = {tracked.request.request_id for tracked in mine}
                 while waiting and self._scheduler.has_unfinished():
@@ -144,11 +153,11 @@ class Engine:
         ids = parse_prompt(token_ids, self._encode, self.model_config.vocab_size, "token_ids").token_ids
         return startup.score(self._executor, self._scheduler, self.buckets, self.config, ids)
 
-    # Callers that drive the loop themselves
-
     def add_request(self, prompt: Any, sampling_params: SamplingParams | None = None, *,
-                    request_id: str | None = None) -> str:  # fmt: skip
+                    request_id: str | None = None, priority: int = 0) -> str:  # fmt: skip
         """Queues one prompt and returns its id (the given one, or a new one); ``step`` returns its outputs.
+
+        It may come at any time between steps. ``priority``: smaller is more urgent, under policy="priority".
 
         Raises ValueError for a prompt that can't be served, or an id that is in use or no string.
         """
@@ -159,7 +168,8 @@ class Engine:
             raise ValueError(f"request_id={request_id!r} is in use: wait for its end, abort it, or take another id")
         parsed = parse_prompt(prompt, self._encode, self.model_config.vocab_size, "prompt")
         params = parse_params(sampling_params, 1)[0]
-        return self._add(parsed, params, request_id=request_id, online=True).request.request_id
+        urgency = parse_priorities(priority, 1)[0]
+        return self._add(parsed, params, urgency, request_id=request_id, online=True).request.request_id
 
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns the requests with new tokens or an end, each with all its tokens so far."""
@@ -183,8 +193,6 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         return self._scheduler.has_unfinished() or bool(self._changed)
-
-    # State
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and the present state: plain numbers, but for ``attention_backend``.
@@ -228,6 +236,8 @@ class Engine:
         """Gives the device memory back; any later call raises RuntimeError."""
         if not self._closed:
             self._closed = "the engine is closed"
+            if self._record_path is not None and self._recorder is not None:
+                self._recorder.write(self._record_path)
             self._in_flight.clear()
             self._executor.close()
 
@@ -272,11 +282,14 @@ class Engine:
                     self._changed[request.request_id] = tracked
         return finished
 
-    def _add(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None, online: bool) -> Tracked:
-        index = self._num_requests
+    def _add(self, prompt: Prompt, params: SamplingParams, priority: int, *, request_id: str | None,
+             online: bool) -> Tracked:  # fmt: skip
+        if request_id is None:
+            new_ids = (f"request-{number}" for number in itertools.count(self._num_requests))
+            request_id = next(name for name in new_ids if name not in self._tracked)
         request = Request.create(
-            request_id if request_id is not None else self._new_id(), index, prompt.token_ids, params,
-            model_eos=self._end_tokens, engine_seed=self.config.seed,
+            request_id, self._num_requests, prompt.token_ids, params,
+            model_eos=self._end_tokens, engine_seed=self.config.seed, priority=priority,
         )  # fmt: skip
         self._scheduler.add(request)
         self._num_requests += 1
@@ -284,13 +297,6 @@ class Engine:
         stream = None if self.tokenizer is None else self.tokenizer.detokenizer(prompt.token_ids.tolist())
         tracked = self._tracked[request.request_id] = Tracked(request, prompt, online, stream)
         return tracked
-
-    def _new_id(self) -> str:
-        """A request id that no caller has taken."""
-        number = self._num_requests
-        while f"request-{number}" in self._tracked:
-            number += 1
-        return f"request-{number}"
 
     def _check_open(self) -> None:
         if self._closed:

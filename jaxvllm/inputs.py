@@ -93,3 +93,14 @@ def parse_params(params: Any, count: int) -> list[SamplingParams]:
     if len(params) != count:
         raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one, or one for each")
     return list(params)
+
+
+def parse_priorities(priority: Any, count: int) -> list[int]:
+    """One whole number for all prompts, one each, or None for 0."""
+    values = [0 if priority is None else priority] * count if not isinstance(priority, Sequence) else list(priority)
+    if len(values) != count or isinstance(priority, str):
+        raise ValueError(f"priority has {len(values)} entries for {count} prompts: give one, or one for each")
+    for i, one in enumerate(values):
+        if isinstance(one, bool) or not isinstance(one, int | np.integer):
+            raise ValueError(f"priority[{i}]={one!r} must be a whole number; smaller is more urgent")
+    return [int(one) for one in values]

@@ -1,4 +1,4 @@
-"""What a request gives back: `RequestOutput` and `CompletionOutput`, shaped as vLLM's.
+"""What a request gives back: `RequestOutput`, `CompletionOutput`, `RequestMetrics`, shaped as vLLM's.
 
 Plain data for callers. Must not know how the tokens came about; no jax, no tokenizer.
 """
@@ -28,6 +28,40 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class RequestMetrics:
+    """How a request fared. Times are seconds of time.perf_counter(); None: not yet.
+
+    arrival_time: it was given to the engine. admitted_time: it first got blocks and a place in a step.
+    first_token_time, finished_time: the host knew of it.
+    num_output_tokens: generated so far. num_preemptions: times that it lost its blocks and waited again.
+    num_recomputed_tokens: computed tokens that its preemptions threw away and the prefix cache didn't give back.
+    """
+
+    arrival_time: float
+    admitted_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+
+    @property
+    def queued_s(self) -> float | None:
+        """From its arrival to its first admission."""
+        return None if self.admitted_time is None else self.admitted_time - self.arrival_time
+
+    @property
+    def first_token_s(self) -> float | None:
+        """From its arrival to its first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def latency_s(self) -> float | None:
+        """From its arrival to its end."""
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """A request's state as its caller sees it.
 
@@ -38,6 +72,7 @@ class RequestOutput:
     finished: no more tokens will come.
     num_cached_tokens: prompt tokens that the prefix cache held at the first admission; 0 for a request that was
         never admitted.
+    metrics: when it arrived, was admitted, had its first token and its end; preemptions.
     """
 
     request_id: str
@@ -46,6 +81,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None = None
+    metrics: RequestMetrics | None = None
 
     @property
     def text(self) -> str:

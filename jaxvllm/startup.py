@@ -17,6 +17,8 @@ import numpy as np
 from jaxvllm import config as configuration
 from jaxvllm.config import ConfigError, EngineConfig, ModelConfig
 from jaxvllm.core.buckets import BucketTable, default_decode_sizes, default_token_sizes
+from jaxvllm.core.policy import rule_problems
+from jaxvllm.core.rules import Rules
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.kernels import resolve_backend
 from jaxvllm.models import params as tables
@@ -40,6 +42,35 @@ def bucket_table(engine: EngineConfig) -> BucketTable:
         if sizes[-1] != limit:
             raise ConfigError(f"{name} ends at {sizes[-1]}, but a full step has {field}={limit}: make them equal")
     return BucketTable(decode, tokens, engine.max_num_seqs)
+
+
+def scheduling_rules(engine: EngineConfig) -> Rules:
+    """What the engine asked of its scheduling policy; ConfigError, before anything is loaded, if it can't have it."""
+    try:
+        rules = Rules(**{name: getattr(engine, name) for name in Rules.__dataclass_fields__})
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    problems = rule_problems(engine.scheduling_policy, rules)
+    length, budget = engine.max_model_len or 1, engine.max_num_batched_tokens
+    if not rules.enable_chunked_prefill and budget < length - 1:
+        problems.append(
+            f"enable_chunked_prefill=False keeps prompts whole, so max_num_batched_tokens={budget} must be at least "
+            f"max_model_len - 1 = {length - 1}: raise the first or lower the second"
+        )
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return rules
+
+
+def make_scheduler(engine: EngineConfig, rules: Rules) -> Scheduler:
+    """The scheduler of a resolved configuration. No request is admitted without a row on the device."""
+    assert engine.num_blocks is not None and engine.max_model_len is not None
+    return Scheduler(
+        block_size=engine.block_size, num_blocks=engine.num_blocks, max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens, max_model_len=engine.max_model_len,
+        max_running=engine.max_num_seqs, scheduling_policy=engine.scheduling_policy, rules=rules,
+        enable_prefix_caching=engine.enable_prefix_caching,
+    )  # fmt: skip
 
 
 def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable, path: Path | None) -> Executor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxvllm.core.request import Request
 from jaxvllm.detokenizer import Detokenizer
 from jaxvllm.inputs import Prompt
-from jaxvllm.outputs import CompletionOutput, RequestOutput
+from jaxvllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 
 @dataclass(slots=True)
@@ -42,4 +42,13 @@ class Tracked:
             outputs=[completion],
             finished=finished,
             num_cached_tokens=request.first_cached_tokens,
+            metrics=RequestMetrics(
+                arrival_time=request.arrival_time,
+                admitted_time=request.admitted_time or None,
+                first_token_time=request.first_token_time or None,
+                finished_time=request.finished_time or None,
+                num_output_tokens=len(token_ids),
+                num_preemptions=request.num_preemptions,
+                num_recomputed_tokens=request.num_recomputed,
+            ),
         )

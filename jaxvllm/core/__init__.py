@@ -1,15 +1,16 @@
 """The host room: who runs, how many tokens, in which blocks. Standard library, numpy and xxhash; never jax.
 
 Read in this order: `request` (one request's numbers), `block_pool` (the cache as bookkeeping), `rows` (the
-same numbers as arrays), `queues` (waiting and running, and the moves between them), `policy` (who runs: one
-screen), `step` (what a step does; the counters), `scheduler` (schedule, commit, abort), `buckets` (padded
-shapes), `plan` (what crosses to the device), `integrity` (what is true between any two calls).
+same numbers as arrays), `queues` (waiting and running, and the moves between them), `policy`, `prefill_first` and
+`running_first` (who runs: one screen each), `step` (what a step does; the counters), `scheduler` (schedule, commit,
+abort), `buckets` (padded shapes), `plan` (what crosses to the device), `integrity` (what is true between two calls).
 """
 
 from jaxvllm.core.block_pool import BlockPool
 from jaxvllm.core.buckets import Bucket, BucketTable, default_decode_sizes, default_token_sizes
 from jaxvllm.core.plan import PlanLayout, StepPlan, fill_plan
 from jaxvllm.core.request import Request, RequestStatus
+from jaxvllm.core.rules import Rules
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.step import Counters, ScheduledStep
 
@@ -21,6 +22,7 @@ __all__ = [
     "PlanLayout",
     "Request",
     "RequestStatus",
+    "Rules",
     "ScheduledStep",
     "Scheduler",
     "StepPlan",

@@ -16,49 +16,32 @@ The life of a block:
 
 A free block keeps its content and its entry in the prefix table until somebody takes it for something else.
 That is why a preempted request often finds its own blocks again.
+
+A block that was never written can't be found. Two things could break that, and neither does: a request preempted in the
+very step that was to write its blocks publishes nothing, because publishing follows the write; and in the replay of
+vLLM's schedules, which publish when they allot (`publish="at_allocation"`), such blocks are withdrawn (`withdraw`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import numpy as np
 import xxhash
 
+from jaxvllm.core.free_list import FreeList
+from jaxvllm.core.prefix_table import AllPublishers, Expected, LastPublisher
 
-class FreeList:
-    """Free blocks in the order in which they are taken: first in, first out. Every operation is O(1) a block.
-
-    Released blocks go to the tail, so what was used last survives longest as a cached prefix: close to LRU.
-    Another eviction order is another class with these five methods, given to `BlockPool`.
-    """
-
-    def __init__(self, blocks: Iterable[int]) -> None:
-        self._order: OrderedDict[int, None] = OrderedDict.fromkeys(blocks)
-
-    def pop(self) -> int:
-        """Remove and return the next block to be taken."""
-        return self._order.popitem(last=False)[0]
-
-    def push(self, block: int) -> None:
-        """`block` has no holder any more."""
-        self._order[block] = None
-
-    def remove(self, block: int) -> None:
-        """`block` is revived from wherever it stands."""
-        del self._order[block]
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __iter__(self) -> Iterator[int]:
-        """In the order in which they would be taken."""
-        return iter(self._order)
+Publish = Literal["after_write", "at_allocation"]
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` tokens of keys and values each. All ids are usable."""
+    """`num_blocks` blocks of `block_size` tokens of keys and values each. All ids are usable.
+
+    `free_list` and `prefix_table` are the policy's choice. `publish` says when the scheduler makes blocks findable:
+    "at_allocation" exists for replaying schedules recorded from vLLM, with each step committed at once.
+    """
 
     def __init__(
         self,
@@ -66,19 +49,24 @@ class BlockPool:
         block_size: int,
         enable_prefix_caching: bool = True,
         free_list: type[FreeList] = FreeList,
+        prefix_table: type[LastPublisher] | type[AllPublishers] = LastPublisher,
+        publish: Publish = "after_write",
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.publish_when = publish
         # Counts reset_prefix_cache(); whoever was admitted before a reset must not publish after it.
         self.generation = 0
         self._free = free_list(range(num_blocks))
         self._ref_count = [0] * num_blocks
         self._hash: list[int | None] = [None] * num_blocks  # of a published block, until it is taken again
         self._content: list[bytes] = [b""] * num_blocks  # its own int32 token ids
-        self._table: dict[int, int] = {}  # hash of a whole prefix -> the block that holds its last tokens
+        self._new_table = prefix_table
+        self._table = prefix_table()  # hash of a whole prefix -> the block that holds its last tokens
+        self._expected = Expected()  # hashes that the table will have soon
 
     @property
     def num_free(self) -> int:
@@ -91,7 +79,7 @@ class BlockPool:
 
     def cached_blocks(self) -> list[int]:
         """Sorted ids of the blocks that the prefix table points to."""
-        return sorted(self._table.values())
+        return sorted(block for _, block in self._table.items())
 
     def in_use(self, block: int) -> bool:
         """Whether anybody holds `block`."""
@@ -120,10 +108,12 @@ class BlockPool:
         Last block first: the start of a prefix, which more requests may share, then stays findable longer
         than its end.
         """
+        free = []
         for block in reversed(blocks):
             self._ref_count[block] -= 1
             if self._ref_count[block] == 0:
-                self._free.push(block)
+                free.append(block)
+        self._free.push(free, [self._hash[block] is not None for block in free])
 
     def match(self, tokens: np.ndarray, hashes: list[int]) -> list[int]:
         """Blocks that already hold the start of `tokens` (int32[n], contiguous), in order, as many as possible.
@@ -153,8 +143,8 @@ class BlockPool:
         """Make `blocks` findable: they are full, written, and hold blocks number `first`, `first + 1`, ...
         of `tokens`.
 
-        `tokens` is int32[n], contiguous, n at least the end of the last of them. Of two blocks with equal
-        content the one published last owns the entry.
+        `tokens` is int32[n], contiguous, n at least the end of the last of them. The prefix table decides whose entry
+        counts when two blocks have equal content.
         """
         if not self.enable_prefix_caching:
             return
@@ -166,12 +156,51 @@ class BlockPool:
                 hashes.append(chain_hash(hashes[-1] if hashes else None, content))
             self._hash[block] = hashes[i]
             self._content[block] = content
-            self._table[hashes[i]] = block
+            self._table.add(hashes[i], block)
+            self._expected.fulfil(hashes[i])
+
+    def withdraw(self, blocks: Sequence[int]) -> None:
+        """`blocks`, held by one request alone, were published but will not be written after all: nobody finds them."""
+        for block in blocks:
+            self._forget(block)
+
+    def expect(self, writer: int, first: int, last: int, tokens: np.ndarray, hashes: list[int]) -> None:
+        """Blocks number `first` to `last` - 1 of `tokens` will be published by `writer`, unless it says otherwise."""
+        if self.enable_prefix_caching:
+            self._extend_chain(tokens, hashes, last)
+            self._expected.add(hashes[first:last], writer)
+
+    def expect_no_more(self, writer: int) -> None:
+        """`writer` stops, finished or not."""
+        self._expected.drop(writer)
+
+    def expected_end(self, tokens: np.ndarray, hashes: list[int], first: int) -> int:
+        """How far the prefix of `tokens` will be findable, in blocks, once everything expected is published.
+
+        `first` of its blocks are findable now; the rest is looked for among the expected ones.
+        """
+        end = first
+        while end < (len(tokens) - 1) // self.block_size and self.enable_prefix_caching:
+            self._extend_chain(tokens, hashes, end + 1)
+            if hashes[end] not in self._expected:
+                break
+            end += 1
+        return end
+
+    def is_expected(self, key: int) -> bool:
+        """Whether somebody is computing the prefix with this hash."""
+        return key in self._expected
+
+    def _extend_chain(self, tokens: np.ndarray, hashes: list[int], end: int) -> None:
+        """Hashes of the first `end` blocks of `tokens`, as far as they are missing."""
+        for i in range(len(hashes), end):
+            hashes.append(chain_hash(hashes[-1] if hashes else None, self._block_content(tokens, i)))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content, of held blocks too (new weights, say). Holders keep their blocks."""
         self.generation += 1
-        self._table.clear()
+        self._table = self._new_table()
+        self._expected.clear()
         self._hash = [None] * self.num_blocks
         self._content = [b""] * self.num_blocks
 
@@ -192,11 +221,10 @@ class BlockPool:
             _check(len(self._content[block]) == 4 * self.block_size, f"cached block {block} is not full")
 
     def _forget(self, block: int) -> None:
-        """`block` is about to be overwritten. Its entry goes only if it owns it: see `publish`."""
+        """`block` is about to be overwritten."""
         key = self._hash[block]
         if key is not None:
-            if self._table.get(key) == block:
-                del self._table[key]
+            self._table.drop(key, block)
             self._hash[block] = None
             self._content[block] = b""
 

@@ -26,9 +26,9 @@ def check_scheduler(queues: Queues) -> None:
         _check(request.num_known <= request.num_tokens, f"{who} knows more than it has")
         _check(request.num_tokens <= request.token_limit, f"{who} is beyond its limit {request.token_limit}")
         if request.status is RequestStatus.RUNNING:
-            _check(request.num_computed == request.num_tokens - 1, f"{who} runs but isn't one token behind")
-        else:
-            _check(request.num_in_flight == 0, f"{who} is in its prompt with tokens in flight")
+            _check(request.num_computed < request.num_tokens, f"{who} runs but has nothing to compute")
+        if queues.rows.decoding[request.row] or request.num_in_flight:
+            _check(request.num_computed == request.num_tokens - 1, f"{who} decodes but isn't one token behind")
 
 
 def _check_membership(queues: Queues) -> None:

@@ -16,7 +16,8 @@ of which the host knows and one of which is still on its way from the device:
 
 `num_computed` chases `num_tokens`. While it is far behind, the request is reading its prompt; once it is
 one behind, each step computes that one token and samples the next: that is all there is to "prefill" and
-"decode".
+"decode". Where a request with that gap stands is the policy's: prefill_first keeps it at the head of the waiting
+queue between two chunks of its prompt, running_first counts it among the running from its first chunk on.
 """
 
 from __future__ import annotations
@@ -62,22 +63,32 @@ class Request:
     seed: int  # sampling key, unsigned 64 bits
     eos_token_ids: frozenset[int]  # any of these ends the request
     user_stop_ids: frozenset[int] = frozenset()  # those of them that only the user asked for
-    arrival_time: float = 0.0  # time.perf_counter(), seconds
+    priority: int = 0  # smaller is more urgent; only policy="priority" looks at it
+
+    # Seconds of time.perf_counter(); 0: not yet.
+    arrival_time: float = 0.0
+    admitted_time: float = 0.0  # its first admission
+    first_token_time: float = 0.0  # the host knows its first token
+    finished_time: float = 0.0
 
     status: RequestStatus = RequestStatus.WAITING
     row: int = -1  # index on the device, -1: none
     finish_reason: str | None = None  # None | "stop" | "length" | "abort"
     stop_reason: int | None = None  # the user's stop token that ended it; None for an end token or a limit
+    arrival: int = -1  # number among all requests that were added; set by Scheduler.add
     token_limit: int = 0  # it ends when it has this many tokens, prompt included; set by Scheduler.add
     num_cached_tokens: int = 0  # found in the prefix cache at its last admission
     first_cached_tokens: int = 0  # ... at its first
     num_admissions: int = 0
     num_preemptions: int = 0
+    num_recomputed: int = 0  # computed, lost by a preemption, and not found again at readmission
     num_lost: int = 0  # computed tokens thrown away by its last preemption
 
     # Chained hashes of its full blocks, as far as somebody asked; they outlive a preemption.
     block_hashes: list[int] = field(default_factory=list)
     cache_generation: int = -1  # BlockPool.generation at its admission
+    awaited: int | None = None  # hash of the longest prefix for whose writer it has waited
+    num_awaited: int = 0  # ... that prefix's blocks
 
     # State without a row; Rows.assign and Rows.release move it in and out.
     rows: Rows | None = None
@@ -94,18 +105,31 @@ class Request:
         *,
         model_eos: Iterable[int],
         engine_seed: int,
+        priority: int = 0,
     ) -> Request:
         """A request for `prompt`: a list, tuple or one-dimensional integer array of token ids.
 
         `model_eos` end it unless `params.ignore_eos`; `params.stop_token_ids` end it in any case. Its seed
         is `params.seed`, or `mix_seed(engine_seed, index)`. ValueError if the prompt is empty, is not
-        one-dimensional or holds anything but ids in [0, 2**31).
+        one-dimensional or holds anything but ids in [0, 2**31), or if `priority` is no integer.
         """
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority={priority!r} of request {request_id!r} must be a whole number")
         eos = frozenset() if params.ignore_eos else frozenset(int(token) for token in model_eos)
         stops = frozenset(int(token) for token in params.stop_token_ids)
         seed = mix_seed(engine_seed, index) if params.seed is None else int(params.seed) & _MASK64
         tokens = _prompt_array(request_id, prompt)
-        return cls(request_id, index, tokens, params, seed, eos | stops, stops - eos, time.perf_counter())
+        return cls(
+            request_id,
+            index,
+            tokens,
+            params,
+            seed,
+            eos_token_ids=eos | stops,
+            user_stop_ids=stops - eos,
+            priority=priority,
+            arrival_time=time.perf_counter(),
+        )
 
     @property
     def num_prompt(self) -> int:

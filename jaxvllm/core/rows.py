@@ -22,6 +22,8 @@ class Rows:
     num_blocks, block_tables              int32[R], int32[R, W]; entries past num_blocks are 0
     tokens                                int32[R, M], the known ids; anything past num_known is stale
     temperature, seed                     float32[R], uint64[R]
+    decoding                              bool[R], a step has sampled for it in this row: its next input is the
+                                          row's last token on the device
     epoch                                 int32[R], grows when the row is given back: a step remembers it, so
                                           that its commit can tell whether the row still is the same request's
     request                               object[R], Request or None
@@ -30,6 +32,7 @@ class Rows:
     __slots__ = (
         "_free",
         "block_tables",
+        "decoding",
         "epoch",
         "growable",
         "num_blocks",
@@ -56,6 +59,7 @@ class Rows:
         self.tokens = np.zeros((num_rows, max_tokens), np.int32)
         self.temperature = np.zeros(num_rows, np.float32)
         self.seed = np.zeros(num_rows, "<u8")  # so that its words are low, high on any machine
+        self.decoding = np.zeros(num_rows, bool)
         self.epoch = np.zeros(num_rows, np.int32)
         self.request = np.full(num_rows, None, object)
         self._free = list(range(num_rows - 1, -1, -1))  # a stack: row 0 on top
@@ -85,6 +89,7 @@ class Rows:
         self.tokens[row, : len(known)] = known
         self.temperature[row] = request.params.temperature
         self.seed[row] = request.seed
+        self.decoding[row] = False
         self.request[row] = request
         request.rows, request.row = self, row
         return row

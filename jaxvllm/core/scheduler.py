@@ -2,7 +2,7 @@
 
     add --> waiting --[prompt fits: blocks and a row]--> running --[end token or limit]--> finished
                ^                                           |
-               +------ preempted: blocks and row back -----+        (to the head, before all newcomers)
+               +------ preempted: blocks and row back -----+        (before all newcomers, or by its priority)
 
 Owns the order of events: what a step is, and what its tokens change. Must not know about devices, text, or
 how its decisions are encoded for a step (`plan` reads them from here). Who runs is the policy's business
@@ -23,12 +23,17 @@ still writes there for their old holder, it writes before it runs the new holder
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import numpy as np
 
+from jaxvllm.core.block_pool import BlockPool, Publish
 from jaxvllm.core.integrity import check_scheduler
-from jaxvllm.core.policy import POLICIES
+from jaxvllm.core.policy import POLICIES, rule_problems
 from jaxvllm.core.queues import Queues
 from jaxvllm.core.request import Request, RequestStatus
+from jaxvllm.core.rules import Rules
 from jaxvllm.core.step import ScheduledStep
 
 
@@ -44,12 +49,17 @@ class Scheduler(Queues):
         max_num_batched_tokens: int,
         max_model_len: int,
         max_running: int | None = None,
-        policy: str = "prefill_first",
+        scheduling_policy: str = "prefill_first",
+        rules: Rules | None = None,
         enable_prefix_caching: bool = True,
+        publish: Publish = "after_write",
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`max_num_seqs` and `max_num_batched_tokens` bound one step (the latter only its prompt tokens).
+        """`max_num_seqs` and `max_num_batched_tokens` bound one step of prefill_first (the latter only its prompt
+        tokens); under running_first the one bounds who runs, the other all tokens of a step.
 
-        `max_running` bounds the requests that hold a row; None: only the pool does.
+        `max_running` bounds the requests that hold a row; None: only the pool does. `publish`: see BlockPool.
+        `clock`: seconds, for the times of requests.
         """
         for name, value, least in (
             ("block_size", block_size, 1),
@@ -61,30 +71,45 @@ class Scheduler(Queues):
         ):
             if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
-        if policy not in POLICIES:
-            raise ValueError(f"policy={policy!r} is unknown; known: {', '.join(sorted(POLICIES))}")
+        rules = rules or Rules()
+        problems = rule_problems(scheduling_policy, rules)
+        policy = POLICIES.get(scheduling_policy)
+        if policy is None or problems:
+            raise ValueError("; ".join(problems))
+        longest = min(max_model_len, num_blocks * block_size + 1) - 1
+        if not rules.enable_chunked_prefill and max_num_batched_tokens < longest:
+            raise ValueError(
+                f"enable_chunked_prefill=False keeps prompts whole, so max_num_batched_tokens={max_num_batched_tokens} "
+                f"must be at least {longest}, the tokens that a preempted request may have to compute again: raise it, "
+                "or lower max_model_len"
+            )
+        if publish == "at_allocation" and scheduling_policy != "running_first":
+            raise ValueError("publish='at_allocation' replays vLLM's schedules: it is for 'running_first' only")
         super().__init__(
-            block_size=block_size,
-            num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             max_running=max_running,
-            enable_prefix_caching=enable_prefix_caching,
+            pool=BlockPool(
+                num_blocks, block_size, enable_prefix_caching, policy.free_list, policy.prefix_table, publish
+            ),
+            rules=rules,
+            clock=clock,
         )
-        self._policy = POLICIES[policy]
+        self._pick = policy.pick
+        self._num_added = 0
         self._next_commit = 0  # number of the next step to commit
         # int32, sorted: every id that ends some request seen so far. A commit looks closer only at these.
         self._end_tokens = np.zeros(0, np.int32)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not running, one between two chunks of its prompt included."""
+        """Requests that are not running; under prefill_first one between two chunks of its prompt is among them."""
         return len(self.waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests whose prompt is computed, or will be by a dispatched step."""
+        """Requests that decode; under running_first also those whose prompt is being computed."""
         return len(self.running)
 
     def has_unfinished(self) -> bool:
@@ -92,7 +117,7 @@ class Scheduler(Queues):
         return bool(self.requests)
 
     def add(self, request: Request) -> None:
-        """Append `request` to the waiting queue. ValueError if it can never be served."""
+        """Put `request` into the waiting queue. ValueError if it can never be served."""
         num_prompt, num_slots = request.num_prompt, self.pool.num_blocks * self.block_size
         who = f"request {request.request_id!r}"
         if request.request_id in self.requests:
@@ -117,19 +142,21 @@ class Scheduler(Queues):
         if not request.eos_token_ids.issubset(self._end_tokens.tolist()):
             ids = [token for token in request.eos_token_ids if 0 <= token < 2**31]  # others are never sampled
             self._end_tokens = np.union1d(self._end_tokens, np.array(ids, np.int32))
+        request.arrival = self._num_added
+        self._num_added += 1
         self.requests[request.request_id] = request
         self.waiting.append(request)
 
     def schedule(self) -> ScheduledStep | None:
         """Decide the next step, and count its tokens as computed. It must be dispatched, and later committed.
 
-        None: nothing can run now, because nobody is left or everybody waits for tokens in flight (commit
-        them).
+        None: nothing can run now, because nobody is left, or everybody waits for tokens in flight (commit them), or
+        somebody was preempted (`preempted_now`) and the others can go on in the next step.
         """
-        self._preempted.clear()
-        picks = self._policy(self)
+        self.preempted_now, self.admitted_now = [], []
+        picks = self._pick(self)
         if picks is None:
-            if self.requests and self._next_commit == self.counters.steps:
+            if self.requests and self._next_commit == self.counters.steps and not self.preempted_now:
                 raise AssertionError(f"nothing in flight and nobody can run: {list(self.requests.values())}")
             return None
         rows, state = picks.rows, self.rows
@@ -137,8 +164,7 @@ class Scheduler(Queues):
         ends = starts + picks.num_tokens
         num_tokens = state.num_tokens[rows]
         samples = ends == num_tokens
-        state.num_computed[rows] = ends
-        state.num_tokens[rows] = num_tokens + samples
+        first_samples = [] if picks.kind == "decode" else (samples & ~state.decoding[rows]).nonzero()[0].tolist()
         step = ScheduledStep(
             number=self.counters.steps,
             kind=picks.kind,
@@ -148,14 +174,15 @@ class Scheduler(Queues):
             starts=starts,
             num_tokens=picks.num_tokens,
             samples=samples,
-            preempted=self._preempted[::-1],
+            preempted=self.preempted_now,
+            first_samples=first_samples,
         )
-        if picks.kind == "decode":
-            self.counters.decode_steps += 1
-            self.counters.decode_tokens += len(rows)
-        else:
-            self.counters.prefill_steps += 1
-            self.counters.prefill_tokens += step.num_query_tokens
+        num_decoding = len(rows) if picks.kind == "decode" else int(np.count_nonzero(state.decoding[rows]))
+        self.counters.count(step, num_decoding)
+        state.num_computed[rows] = ends
+        state.num_tokens[rows] = num_tokens + samples
+        if picks.kind != "decode":
+            state.decoding[rows] = samples
         return step
 
     def commit(self, step: ScheduledStep, tokens: np.ndarray) -> list[Request]:
@@ -172,7 +199,10 @@ class Scheduler(Queues):
         self._next_commit += 1
         state = self.rows
         same = state.epoch[step.rows] == step.row_epochs  # still in the row where it was scheduled
-        self._publish_filled(step, same)
+        if self.pool.publish_when == "after_write":
+            self._publish_filled(step, same)
+        if step.first_samples:
+            self._note_first_tokens(step)
 
         live = (same & step.samples).nonzero()[0]
         rows, new = step.rows[live], np.asarray(tokens, np.int32)[live]
@@ -227,11 +257,14 @@ class Scheduler(Queues):
         # It crossed a border if fewer tokens lie past the last border than were computed.
         filled = ends % self.block_size < step.num_tokens
         for i in (filled & same).nonzero()[0].tolist():
-            request = step.requests[i]
-            if request.cache_generation == self.pool.generation:
-                first, last = int(step.starts[i]) // self.block_size, int(ends[i]) // self.block_size
-                blocks = self.rows.block_tables[request.row, first:last].tolist()
-                self.pool.publish(blocks, first, self.rows.tokens[request.row], request.block_hashes)
+            self._publish(step.requests[i], int(step.starts[i]), int(ends[i]))
+
+    def _note_first_tokens(self, step: ScheduledStep) -> None:
+        """The time of each request's first token; one that was preempted had it before."""
+        now = self.clock()
+        for i in step.first_samples:
+            if not step.requests[i].first_token_time:
+                step.requests[i].first_token_time = now
 
     def _append_detached(self, request: Request, token: int) -> None:
         """A token for a request that is not where the step left it: gone, or preempted and still waiting."""
@@ -246,17 +279,15 @@ class Scheduler(Queues):
 
     def _finish(self, step: ScheduledStep, tokens: np.ndarray, look_at: list[int]) -> list[Request]:
         """End those of the step's requests number `look_at` whose new token is their last one."""
-        finished = []
+        ended: list[tuple[Request, str, int | None]] = []
         for i in look_at:
             request, token = step.requests[i], int(tokens[i])
             if request.status is RequestStatus.FINISHED:
                 continue
             if token in request.eos_token_ids:
-                self.end(request, "stop", token if token in request.user_stop_ids else None)
+                ended.append((request, "stop", token if token in request.user_stop_ids else None))
             elif request.num_known >= request.token_limit:
-                self.end(request, "length")
-            else:
-                continue
-            finished.append(request)
-        self.counters.finished_requests += len(finished)
-        return finished
+                ended.append((request, "length", None))
+        self.end_all(ended)
+        self.counters.finished_requests += len(ended)
+        return [request for request, _, _ in ended]

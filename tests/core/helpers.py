@@ -35,10 +35,10 @@ def make_scheduler(**changes: Any) -> Scheduler:
     return Scheduler(**{**config, **changes})
 
 
-def make_request(index: int, prompt: Any, max_tokens: int | None = 16, **params: Any) -> Request:
+def make_request(index: int, prompt: Any, max_tokens: int | None = 16, *, priority: int = 0, **params: Any) -> Request:
     """Request number `index`; its id is the number, and tokens 90 and 91 are the model's end tokens."""
     sampling = SamplingParams(max_tokens=max_tokens, **params)
-    return Request.create(str(index), index, prompt, sampling, model_eos=[90, 91], engine_seed=0)
+    return Request.create(str(index), index, prompt, sampling, model_eos=[90, 91], engine_seed=0, priority=priority)
 
 
 def count_up(step: ScheduledStep) -> np.ndarray:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from jaxvllm.core import BlockPool
-from jaxvllm.core.block_pool import FreeList, chain_hash
+from jaxvllm.core.block_pool import chain_hash
+from jaxvllm.core.free_list import FreeList
 
 
 def tokens(*values: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxvllm.core import Request, Scheduler
+from jaxvllm.core import Request, Rules, Scheduler
 from jaxvllm.sampling_params import SamplingParams
 from tests.core.fake_device import FakeEngine, generate
 from tests.core.helpers import PROPERTY, make_scheduler
@@ -20,7 +20,9 @@ from tests.core.workloads import END_TOKENS, VOCABULARY, Workload, workloads
 def make(number: int, workload: Workload) -> Request:
     wish = workload.wishes[number]
     params = SamplingParams(max_tokens=wish.max_tokens, ignore_eos=wish.ignore_eos)
-    return Request.create(str(number), number, wish.prompt, params, model_eos=END_TOKENS, engine_seed=3)
+    return Request.create(
+        str(number), number, wish.prompt, params, model_eos=END_TOKENS, engine_seed=3, priority=wish.priority
+    )
 
 
 def alone(request: Request) -> list[int]:
@@ -28,10 +30,11 @@ def alone(request: Request) -> list[int]:
     return generate(prompt, request.seed, request.token_limit, set(request.eos_token_ids), VOCABULARY)
 
 
-def drive(workload: Workload, depth: int) -> tuple[FakeEngine, list[Request]]:
+def drive(workload: Workload, depth: int, policy: str = "prefill_first") -> tuple[FakeEngine, list[Request]]:
     """Run a workload to its end; the engine, and the requests by number."""
     max_running = workload.config["max_running"] or 5
-    engine = FakeEngine(make_scheduler(**{**workload.config, "max_running": max_running}), max_running, depth)
+    config = {**workload.config, "max_running": max_running, "rules": Rules(**workload.rules)}
+    engine = FakeEngine(make_scheduler(**config, scheduling_policy=policy), max_running, depth)
     requests = [make(number, workload) for number in range(len(workload.wishes))]
     last_event, number = max(workload.events), 0
     while number <= last_event or engine.scheduler.has_unfinished() or engine.in_flight:
@@ -52,6 +55,26 @@ def drive(workload: Workload, depth: int) -> tuple[FakeEngine, list[Request]]:
 @given(workloads(resets=True))
 def test_everybody_gets_the_tokens_that_they_get_alone(workload):
     engine, requests = drive(workload, workload.depth)
+    check_outputs(engine, requests, workload)
+    check_recomputation_is_bounded(engine.scheduler, requests)
+
+
+@PROPERTY
+@given(workloads(resets=True, running_first=True, share=True))
+def test_running_first_with_shared_prefixes_too(workload):
+    engine, requests = drive(workload, workload.depth, "running_first")
+    check_outputs(engine, requests, workload)
+
+
+@PROPERTY
+@given(workloads(resets=True, share=True))
+def test_prefill_first_with_shared_prefixes_too(workload):
+    engine, requests = drive(workload, workload.depth)
+    check_outputs(engine, requests, workload)
+    check_recomputation_is_bounded(engine.scheduler, requests)
+
+
+def check_outputs(engine: FakeEngine, requests: list[Request], workload: Workload) -> None:
     for request in requests:
         got, expected = request.output_token_ids, alone(request)
         if request.finish_reason == "abort":
@@ -61,7 +84,8 @@ def test_everybody_gets_the_tokens_that_they_get_alone(workload):
             assert got == expected
             assert request.finish_reason == ("stop" if got[-1] in request.eos_token_ids else "length")
     assert engine.scheduler.pool.num_free == workload.config["num_blocks"]
-    check_recomputation_is_bounded(engine.scheduler, requests)
+    assert not engine.scheduler.pool._expected._writer
+    assert not engine.scheduler.pool._expected._hashes
 
 
 def check_recomputation_is_bounded(scheduler: Scheduler, requests: list[Request]) -> None:
@@ -75,18 +99,29 @@ def check_recomputation_is_bounded(scheduler: Scheduler, requests: list[Request]
     assert scheduler.counters.preemptions == sum(request.num_preemptions for request in requests)
 
 
+@pytest.mark.parametrize("rules", [None, {}, {"policy": "priority", "long_prefill_token_threshold": 4}])
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
-def test_a_crowd_in_a_small_pool(depth):
+def test_a_crowd_in_a_small_pool(depth, share, rules):
     """Bigger than what hypothesis draws: 40 requests over 8 rows, preempted again and again."""
     rng = np.random.default_rng(depth)
     stem = rng.integers(0, 3, 12).tolist()
-    scheduler = make_scheduler(num_blocks=30, max_num_batched_tokens=16, max_running=8, max_model_len=60)
+    scheduler = make_scheduler(
+        num_blocks=30,
+        max_num_batched_tokens=16,
+        max_running=8,
+        max_model_len=60,
+        scheduling_policy="prefill_first" if rules is None else "running_first",
+        rules=Rules(**(rules or {}), share_prefixes=share),
+    )
     engine = FakeEngine(scheduler, max_running=8, depth=depth)
     requests = []
     for number in range(40):
         prompt = stem[: rng.integers(0, 12)] + rng.integers(0, 3, rng.integers(1, 12)).tolist()
         params = SamplingParams(max_tokens=int(rng.integers(1, 40)), ignore_eos=bool(rng.integers(0, 4)))
-        request = Request.create(str(number), number, prompt, params, model_eos=END_TOKENS, engine_seed=1)
+        request = Request.create(
+            str(number), number, prompt, params, model_eos=END_TOKENS, engine_seed=1, priority=number % 3
+        )
         requests.append(request)
         scheduler.add(request)
     while scheduler.has_unfinished() or engine.in_flight:
@@ -95,5 +130,7 @@ def test_a_crowd_in_a_small_pool(depth):
     assert scheduler.counters.preemptions > 10
     assert scheduler.counters.prefix_hit_tokens > 0
     assert scheduler.pool.num_free == 30
-    check_recomputation_is_bounded(scheduler, requests)
+    if rules is None:
+        check_recomputation_is_bounded(scheduler, requests)
+    assert (scheduler.counters.prefix_waits > 0) == share
     assert len(engine.finished) == 40

@@ -66,7 +66,7 @@ class Pair:
                 strict=True,
             )
             assert list(entries) == [(entry[0].name, *entry[1:4]) for entry in oracle.entries]
-            assert [r.request_id for r in ours.preempted] == [s.name for s in oracle.preempted]
+            assert [r.request_id for r in reversed(ours.preempted)] == [s.name for s in oracle.preempted]
             self.in_flight.append((ours, oracle))
         self.compare()
         return ours is not None

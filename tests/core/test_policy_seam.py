@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from jaxvllm.core import BucketTable, Request, Scheduler
-from jaxvllm.core.policy import POLICIES, Picks, prefill_first
+from jaxvllm.core.policy import POLICIES, Policy
+from jaxvllm.core.prefill_first import prefill_first
+from jaxvllm.core.step import Picks
 from jaxvllm.sampling_params import SamplingParams
 from tests.core.fake_device import FakeEngine, generate
 from tests.core.helpers import make_scheduler
@@ -28,13 +30,13 @@ def mixed(scheduler: Scheduler) -> Picks | None:
     chunk = min(chunk, request.num_tokens - request.num_computed)
     if request.num_computed + chunk == request.num_tokens:
         scheduler.start_running(request)
-    return Picks("prefill", np.append(rows, request.row), np.array([1] * len(rows) + [chunk], np.int32))
+    return Picks("mixed", np.append(rows, request.row), np.array([1] * len(rows) + [chunk], np.int32))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_steps_with_chunks_and_single_tokens_together(depth, monkeypatch):
-    monkeypatch.setitem(POLICIES, "mixed", mixed)
-    scheduler = make_scheduler(policy="mixed", num_blocks=400, max_num_batched_tokens=9, max_running=5)
+    monkeypatch.setitem(POLICIES, "mixed", Policy(mixed))
+    scheduler = make_scheduler(scheduling_policy="mixed", num_blocks=400, max_num_batched_tokens=9, max_running=5)
     engine = FakeEngine(scheduler, max_running=5, depth=depth)
     engine.buckets = BucketTable([1, 5], [3, 9], max_num_seqs=5)
     rng = np.random.default_rng(depth)
@@ -49,5 +51,7 @@ def test_steps_with_chunks_and_single_tokens_together(depth, monkeypatch):
     for request in requests:
         prompt, ends = request.prompt_token_ids.tolist(), set(request.eos_token_ids)
         assert request.output_token_ids == generate(prompt, request.seed, request.token_limit, ends, VOCABULARY)
-    # There were steps of both kinds of work: decoded tokens don't fit the decode steps alone.
-    assert scheduler.counters.prefill_tokens > sum(request.num_prompt for request in requests)
+    # There were steps of both kinds of work.
+    assert scheduler.counters.mixed_steps > 10
+    counters, outputs = scheduler.counters, sum(len(request.output_token_ids) - 1 for request in requests)
+    assert counters.decode_tokens == outputs + counters.discarded_tokens

@@ -34,7 +34,7 @@ def test_an_empty_prompt_is_refused_by_the_scheduler_too():
         ("max_num_batched_tokens", 0),
         ("max_model_len", 1),
         ("max_running", 0),
-        ("policy", "fastest"),
+        ("scheduling_policy", "fastest"),
     ],
 )
 def test_configuration_errors_name_the_field_and_the_value(field, value):

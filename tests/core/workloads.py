@@ -18,6 +18,7 @@ class Wish:
     ignore_eos: bool
     arrival: int
     abort: int | None  # before this step
+    priority: int = 0
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Workload:
     wishes: list[Wish]
     depth: int
     reset: int | None
+    rules: dict[str, Any] = field(default_factory=dict)  # of running_first; {}: prefill_first's defaults
     events: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -40,7 +42,9 @@ class Workload:
 
 
 @st.composite
-def workloads(draw: st.DrawFn, resets: bool = False) -> Workload:
+def workloads(
+    draw: st.DrawFn, resets: bool = False, running_first: bool = False, share: bool = False, aborts: bool = True
+) -> Workload:
     """Few and small numbers: what goes wrong goes wrong at borders, and borders must be met often."""
     block_size = draw(st.integers(1, 4))
     num_blocks = draw(st.integers(2, 12))
@@ -55,6 +59,18 @@ def workloads(draw: st.DrawFn, resets: bool = False) -> Workload:
         "max_running": draw(st.none() | st.integers(1, 5)),
         "enable_prefix_caching": draw(st.sampled_from([True, True, True, False])),
     }
+    rules: dict[str, Any] = {}
+    if running_first:
+        rules["policy"] = draw(st.sampled_from(["fcfs", "priority"]))
+        rules["reserve_full_prompt"] = draw(st.booleans())
+        rules["enable_chunked_prefill"] = draw(st.sampled_from([True, True, True, False]))
+        if rules["enable_chunked_prefill"]:
+            rules["long_prefill_token_threshold"] = draw(st.sampled_from([0, 0, 1, 2, 5]))
+        else:
+            config["max_num_batched_tokens"] = longest + draw(st.integers(0, 4))
+            rules["long_prefill_token_threshold"] = 0
+    if share:
+        rules["share_prefixes"] = True
     token = st.integers(0, 2)  # so few that prefixes repeat
     stems = draw(st.lists(st.lists(token, min_size=1, max_size=3 * block_size), min_size=1, max_size=2))
 
@@ -68,9 +84,10 @@ def workloads(draw: st.DrawFn, resets: bool = False) -> Workload:
             max_tokens=draw(st.integers(1, 12)),
             ignore_eos=draw(st.booleans()),
             arrival=draw(st.integers(0, 12)),
-            abort=draw(st.none() | st.none() | st.integers(0, 30)),
+            abort=draw(st.none() | st.none() | st.integers(0, 30)) if aborts else None,
+            priority=draw(st.integers(-1, 1)) if running_first else 0,
         )
         for _ in range(draw(st.integers(1, 7)))
     ]
     reset = draw(st.none() | st.integers(0, 20)) if resets else None
-    return Workload(config, wishes, draw(st.integers(0, 2)), reset)
+    return Workload(config, wishes, draw(st.integers(0, 2)), reset, rules)

@@ -1,0 +1,40 @@
+"""The part of an engine that notes its own schedule: start and stop. Of the engine's room, like startup.
+
+Owns how a recorder takes the scheduler's place. Must not know what a recording looks like (`recording`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, cast
+
+from jaxvllm.config import EngineConfig
+from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.recording import Recorder
+
+
+class Recordable:
+    """What `jaxvllm.record` asks of an engine."""
+
+    config: EngineConfig
+    _scheduler: Scheduler
+    _in_flight: deque[Any]
+    _recorder: Recorder | None = None
+
+    def _advance(self) -> Any:
+        raise NotImplementedError
+
+    def start_recording(self) -> Recorder:
+        """From now on every step is noted; ``jaxvllm.record`` calls this. ValueError while requests are served."""
+        if self._recorder is not None:
+            raise ValueError("the engine is recording already: stop that first")
+        while self._in_flight and not self._scheduler.has_unfinished():
+            self._advance()
+        self._recorder = Recorder(self._scheduler, self.config.scheduling_policy, self.config.async_steps)
+        self._scheduler = cast(Scheduler, self._recorder)  # it passes everything on
+        return self._recorder
+
+    def stop_recording(self) -> None:
+        """Nothing more is noted."""
+        if self._recorder is not None:
+            self._scheduler, self._recorder = self._recorder.scheduler, None
