@@ -164,7 +164,7 @@ def inspect_model(path: str) -> dict[str, Any]:
     from dataclasses import asdict
 
     from jaxvllm.config import DTYPE_BYTES, ModelConfig
-    from jaxvllm.models.qwen3 import param_table
+    from jaxvllm.models.registry import param_table
     from jaxvllm.tokenizer import Tokenizer
 
     config = ModelConfig.from_dir(path)

@@ -20,7 +20,7 @@ from jaxvllm.core.buckets import BucketTable, default_decode_sizes, default_toke
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.kernels import resolve_backend
 from jaxvllm.models import params as tables
-from jaxvllm.models import qwen3
+from jaxvllm.models.registry import param_table
 from jaxvllm.runtime.executor import Executor
 from jaxvllm.runtime.memory import choose_num_blocks
 from jaxvllm.runtime.mesh import make_mesh
@@ -46,7 +46,7 @@ def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable
     """Loads the model onto the mesh, sizes the pool, allocates it and compiles every bucket."""
     prepare_backend(engine)
     mesh = make_mesh(engine.tensor_parallel_size)
-    table = qwen3.param_table(model, tp=mesh.size)
+    table = param_table(model, tp=mesh.size)
     device = mesh.devices.flat[0]
     assert engine.dtype is not None and engine.max_model_len is not None
     backends = resolve_backend(

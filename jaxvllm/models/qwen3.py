@@ -1,123 +1,37 @@
-"""Qwen3, dense: the table of its parameters and its forward (Qwen3 Technical Report, arXiv:2505.09388).
-
-A pre-norm transformer with grouped-query attention, an RMS norm on each query and key head before the rotary embedding
-(qk-norm), SwiGLU, and no biases. The forward is a pure function of local shapes; how tokens see each other is the
-caller's: ``attend`` writes to a paged cache in the engine and is dense and causal in a training script.
+"""Qwen3, dense (Qwen3 Technical Report, arXiv:2505.09388): an RMS norm on each query and key head before the rotary
+embedding (qk-norm), and no biases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from jaxvllm.config import ConfigError, ModelConfig
-from jaxvllm.models.layers import apply_rope, embed_tokens, project, rms_norm, rope_tables, tp_sum
-from jaxvllm.models.params import ParamInfo, Source, Table
+from jaxvllm.config import ModelConfig
+from jaxvllm.models import dense
+from jaxvllm.models.dense import Attend, head_table, split_qkv
+from jaxvllm.models.layers import apply_rope, project, rms_norm
+from jaxvllm.models.params import Table
 
-# (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], carry) -> (out [T, Hq, D], carry)
-type Attend[Carry] = Callable[[int, jax.Array, jax.Array, jax.Array, Carry], tuple[jax.Array, Carry]]
+__all__ = ["Attend", "forward", "head_table", "param_table", "split_qkv"]
 
 
 def param_table(config: ModelConfig, *, tp: int = 1) -> Table:
-    """Every parameter of the model. ``tp=1`` is the canonical form that checkpoints store.
-
-    The query, key and value rows of one key/value head lie together, [Hkv, G + 2, D, H] (G query heads, k, v), so that
-    one fused projection can be sharded over Hkv at any tp without rearranging:
-
-        qkv[h]:  | q(h*G) | q(h*G+1) | ... | q(h*G+G-1) | k(h) | v(h) |     each D x H
-
-    With tp above the number of key/value heads, each of them is stored tp / Hkv times, with its share of the query
-    heads. The vocabulary is padded to a multiple of tp with zero rows, which are never sampled.
-
-    Raises ConfigError when heads or mlp don't divide.
-    """
-    hidden, layers, head_dim = config.hidden_size, config.num_hidden_layers, config.head_dim
-    q_heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if kv_heads % tp and (tp % kv_heads or q_heads % tp):
-        raise ConfigError(
-            f"tensor_parallel_size={tp} must divide num_key_value_heads={kv_heads}, or be a multiple that divides "
-            f"num_attention_heads={q_heads}"
-        )
-    if config.intermediate_size % tp:
-        raise ConfigError(f"tensor_parallel_size={tp} must divide intermediate_size={config.intermediate_size}")
-    copies = max(1, tp // kv_heads)
-    stored, groups = kv_heads * copies, config.num_groups // copies
-    vocab = -(-config.vocab_size // tp) * tp
-    std = 0.02
-    infos = [
-        ParamInfo("embed", (vocab, hidden), ("tp", None), std,
-                  (Source("model.embed_tokens.weight", (config.vocab_size, hidden), (slice(0, config.vocab_size),)),)),
-        ParamInfo("final_norm", (hidden,), (None,), None, (Source("model.norm.weight", (hidden,)),)),
-    ]  # fmt: skip
-    if not config.tie_word_embeddings:
-        infos.append(
-            ParamInfo("head", (vocab, hidden), ("tp", None), std,
-                      (Source("lm_head.weight", (config.vocab_size, hidden), (slice(0, config.vocab_size),)),))
-        )  # fmt: skip
-
-    def stacked(path: str, size: int, name: str) -> ParamInfo:
-        sources = [Source(f"model.layers.{i}.{name}.weight", (size,), (i,)) for i in range(layers)]
-        return ParamInfo(path, (layers, size), (None, None), None, tuple(sources))
-
-    infos += [
-        stacked("input_norm", hidden, "input_layernorm"),
-        stacked("post_norm", hidden, "post_attention_layernorm"),
-        stacked("q_norm", head_dim, "self_attn.q_norm"),
-        stacked("k_norm", head_dim, "self_attn.k_norm"),
-    ]
-    every = slice(None)
-    for i in range(layers):
-        hf = f"model.layers.{i}"
-        q_rows, kv_rows = q_heads * head_dim, kv_heads * head_dim
-        infos += [
-            ParamInfo(f"layers.{i}.qkv", (stored, groups + 2, head_dim, hidden), ("tp", None, None, None), std, (
-                Source(f"{hf}.self_attn.q_proj.weight", (q_rows, hidden), (every, slice(0, groups))),
-                Source(f"{hf}.self_attn.k_proj.weight", (kv_rows, hidden), (every, groups), copies),
-                Source(f"{hf}.self_attn.v_proj.weight", (kv_rows, hidden), (every, groups + 1), copies))),
-            ParamInfo(f"layers.{i}.o", (hidden, q_rows), (None, "tp"), std,
-                      (Source(f"{hf}.self_attn.o_proj.weight", (hidden, q_rows)),)),
-            ParamInfo(f"layers.{i}.gate_up", (2, config.intermediate_size, hidden), (None, "tp", None), std, (
-                Source(f"{hf}.mlp.gate_proj.weight", (config.intermediate_size, hidden), (0,)),
-                Source(f"{hf}.mlp.up_proj.weight", (config.intermediate_size, hidden), (1,)))),
-            ParamInfo(f"layers.{i}.down", (hidden, config.intermediate_size), (None, "tp"), std,
-                      (Source(f"{hf}.mlp.down_proj.weight", (hidden, config.intermediate_size)),)),
-        ]  # fmt: skip
-    return {info.path: info for info in infos}
+    """See ``dense.param_table``; q_norm and k_norm beside it."""
+    return dense.param_table(config, tp=tp, qk_norm=True)
 
 
 def forward[Carry](params: Mapping[str, Any], config: ModelConfig, token_ids: jax.Array, positions: jax.Array,
             attend: Attend[Carry], carry: Carry, *, axis: str | None = None) -> tuple[jax.Array, Carry]:  # fmt: skip
-    """token_ids [T], positions [T] int32 -> hidden states [T, H] after the last norm, and the carry.
-
-    ``params`` holds this shard's part of the tree (``params.nest``); T packs the tokens of all sequences. ``carry`` is
-    threaded through ``attend`` layer by layer (the KV cache in the engine). ``axis`` names the mesh axis, None outside.
-    """
+    """See ``dense.forward``."""
     eps = config.rms_norm_eps
-    x = embed_tokens(params["embed"], token_ids, axis)  # [T, H]
-    cos, sin = rope_tables(positions, config.rope, config.head_dim)
-    for i, layer in enumerate(params["layers"]):
-        y = rms_norm(x, params["input_norm"][i], eps)
-        q, k, v = split_qkv(project(y, layer["qkv"]))
+
+    def qkv(params: Mapping[str, Any], i: int, y: jax.Array, cos: jax.Array, sin: jax.Array
+            ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+        q, k, v = split_qkv(project(y, params["layers"][i]["qkv"]))
         q = apply_rope(rms_norm(q, params["q_norm"][i], eps), cos, sin)
-        k = apply_rope(rms_norm(k, params["k_norm"][i], eps), cos, sin)
-        out, carry = attend(i, q, k, v, carry)
-        x = x + tp_sum(project(out.reshape(out.shape[0], -1), layer["o"]), axis)
-        y = rms_norm(x, params["post_norm"][i], eps)
-        gate_up = project(y, layer["gate_up"])  # [T, 2, I_local]
-        x = x + tp_sum(project(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], layer["down"]), axis)
-    return rms_norm(x, params["final_norm"], eps), carry
+        return q, apply_rope(rms_norm(k, params["k_norm"][i], eps), cos, sin), v
 
-
-def split_qkv(qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[T, Hkv, G + 2, D] -> q [T, Hkv * G, D], k [T, Hkv, D], v [T, Hkv, D]."""
-    tokens, kv_heads, lanes, head_dim = qkv.shape
-    q = qkv[:, :, : lanes - 2].reshape(tokens, kv_heads * (lanes - 2), head_dim)
-    return q, qkv[:, :, lanes - 2], qkv[:, :, lanes - 1]
-
-
-def head_table(params: Mapping[str, Any]) -> jax.Array:
-    """The vocabulary projection [V_local, H]: the embedding itself where they are tied."""
-    head = params.get("head")
-    return params["embed"] if head is None else head
+    return dense.forward(params, config, token_ids, positions, attend, carry, qkv, axis=axis)

@@ -17,8 +17,8 @@ from jax import lax
 from jaxvllm.config import ModelConfig
 from jaxvllm.core.plan import PlanLayout
 from jaxvllm.kernels import ResolvedBackends, decode_attention, ragged_attention, write_kv
-from jaxvllm.models import qwen3
 from jaxvllm.models.layers import head_logits, token_logprobs
+from jaxvllm.models.registry import family
 from jaxvllm.runtime.sampler import sample
 from jaxvllm.runtime.state import DeviceState, KVCache
 
@@ -54,7 +54,7 @@ def run_model(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespa
                                    backend=backends.ragged_attention)  # fmt: skip
         return out, kv
 
-    return qwen3.forward(params, model, token_ids, plan.positions, attend, state.cache.kv, axis=axis)
+    return family(model).forward(params, model, token_ids, plan.positions, attend, state.cache.kv, axis=axis)
 
 
 def make_step(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackends, axis: str) -> Callable[..., Any]:
@@ -68,7 +68,7 @@ def make_step(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackends
         hidden, kv = run_model(params, state, plan, layout, model, backends, axis)
         if layout.bucket.kind != "decode":
             hidden = hidden[jnp.maximum(plan.query_start[1:] - 1, 0)]
-        logits = head_logits(qwen3.head_table(params), hidden)
+        logits = head_logits(family(model).head_table(params), hidden)
         tokens = sample(logits, plan.temperatures, plan.seeds, plan.sample_positions, vocab_size=model.vocab_size,
                         axis=axis)  # fmt: skip
         last_tokens = state.last_tokens.at[plan.rows].set(tokens, mode="drop")
@@ -84,7 +84,8 @@ def make_score(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackend
               ) -> tuple[DeviceState, jax.Array]:  # fmt: skip
         plan = unpack(buffer, layout)
         hidden, kv = run_model(params, state, plan, layout, model, backends, axis)
-        logprobs = token_logprobs(qwen3.head_table(params), hidden, targets, vocab_size=model.vocab_size, axis=axis)
+        head = family(model).head_table(params)
+        logprobs = token_logprobs(head, hidden, targets, vocab_size=model.vocab_size, axis=axis)
         return state.replace(cache=KVCache(kv=kv)), logprobs  # type: ignore[attr-defined]
 
     return score
