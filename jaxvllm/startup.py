@@ -24,7 +24,7 @@ from jaxvllm.models.registry import param_table
 from jaxvllm.runtime.executor import Executor
 from jaxvllm.runtime.memory import choose_num_blocks
 from jaxvllm.runtime.mesh import make_mesh
-from jaxvllm.runtime.weights import make_put, random_params
+from jaxvllm.runtime.weights import make_place, random_params
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +74,9 @@ def load(path: Path | None, table: tables.Table, mesh: Any, engine: EngineConfig
     assert engine.dtype is not None
     if path is None:
         return random_params(table, mesh, engine.dtype, engine.seed)
-    from jaxvllm.convert import load_params  # orbax and tensorstore take a second to import
+    from jaxvllm.convert import load_shards
 
-    return load_params(path, table, dtype=engine.dtype, put=make_put(mesh))
+    return load_shards(path, table, dtype=engine.dtype, place=make_place(mesh))
 
 
 def prepare_backend(engine: EngineConfig) -> None:

@@ -14,19 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxvllm.models.params import ParamInfo, Table
+from jaxvllm.models.params import Index, ParamInfo, Table
 from jaxvllm.runtime.mesh import sharding
 
 
-def make_put(mesh: Mesh) -> Callable[[ParamInfo, np.ndarray], jax.Array]:
-    """A function (info, host array of info.shape) -> sharded device array; each device receives its part only."""
+def make_place(mesh: Mesh) -> Callable[[ParamInfo, Callable[[Index], np.ndarray]], jax.Array]:
+    """A function (info, read) -> sharded device array; ``read(index)`` gives the part that one device needs.
 
-    def put(info: ParamInfo, host: np.ndarray) -> jax.Array:
-        assert host.shape == info.shape, (info.path, host.shape, info.shape)
-        target = sharding(mesh, info.axes)
-        return jax.make_array_from_callback(info.shape, target, lambda index: np.ascontiguousarray(host[index]))
+    Returns when the parts are on their devices, so that their host memory can be reused.
+    """
 
-    return put
+    def place(info: ParamInfo, read: Callable[[Index], np.ndarray]) -> jax.Array:
+        return jax.block_until_ready(jax.make_array_from_callback(info.shape, sharding(mesh, info.axes), read))
+
+    return place
 
 
 def random_params(table: Table, mesh: Mesh, dtype: str, seed: int) -> dict[str, jax.Array]:
