@@ -168,7 +168,7 @@ def checksum(array: np.ndarray) -> str:
 
 def file_checksum(file: Path) -> str:
     """XXH3, 128 bits, of a whole file."""
-    state, buffer = xxhash.xxh3_128(), bytearray(PIECE_BYTES)
+    state, buffer = xxhash.xxh3_128(), bytearray(min(PIECE_BYTES, file.stat().st_size + 1))
     view = memoryview(buffer)
     with file.open("rb", buffering=0) as stream:
         while count := stream.readinto(view):
