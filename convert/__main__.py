@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.dst is None and not args.verify:
         parser.error("give DST, or --verify to check SRC")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    _hush_orbax()
 
     import jax  # after --help
 
@@ -68,6 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _hush_orbax() -> None:
+    """When a disk fails, orbax's threads print tracebacks of what is reported here in one line anyway."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    threading.excepthook = lambda args: None
+    sys.unraisablehook = lambda args: None
 
 
 def _verify(path: str, checksums: dict[str, str] | None) -> None:

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -106,7 +107,7 @@ def building(
                 yield work
                 _take_place(work.path, target, there)
             finally:  # not reached when the process is killed
-                shutil.rmtree(root, ignore_errors=True)
+                _remove(root)
     except OSError as error:
         raise CheckpointError(target, [f"can't be written: {_reason(error)}; {_what_is_left(root)}"]) from error
 
@@ -144,7 +145,7 @@ def _check_space(root: Path, num_bytes: int) -> None:
     written = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
     needed, free = num_bytes + SPARE_BYTES - written, shutil.disk_usage(root).free
     if needed > free:
-        raise OSError(errno.ENOSPC, f"{needed / 1e9:.3f} GB are needed, {free / 1e9:.3f} GB are free")
+        raise OSError(errno.ENOSPC, f"{needed / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free")
 
 
 def is_disk_error(error: BaseException) -> OSError | None:
@@ -167,6 +168,14 @@ def _reason(error: OSError) -> str:
     where = f" ({error.filename})" if error.filename else ""
     hint = f": {hints[error.errno]}" if error.errno in hints else ""
     return f"{words}{detail}{where}{hint}"
+
+
+def _remove(root: Path) -> None:
+    for _ in range(20):  # writes that were under way when another one failed may still make files
+        shutil.rmtree(root, ignore_errors=True)
+        if not root.exists():
+            return
+        time.sleep(0.05)
 
 
 def _what_is_left(root: Path) -> str:
