@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxvllm.config import ModelConfig
 from jaxvllm.convert.files import ParallelReader, checksum, file_checksum, fill, fill_slice
-from jaxvllm.convert.manifest import FORMAT, MANIFEST, StoredParam, read_manifest
+from jaxvllm.convert.manifest import FORMAT, MANIFEST, Manifest, StoredParam, read_manifest
 from jaxvllm.convert.tables import allocate, canonical_table, cut_from_whole, host_dtype
 from jaxvllm.models.params import Index, ParamInfo, Table
 
@@ -47,7 +47,7 @@ class OurReader:
 
     def problems(self, table: Table) -> list[str]:
         """Everything wrong with this folder for ``table`` (any tp): files; missing, unused, mis-shaped."""
-        problems = self.file_problems()
+        problems = file_problems(self.path, self.manifest)
         for path, info in self.canonical.items():
             stored = self.stored.get(path)
             if stored is None:
@@ -57,22 +57,6 @@ class OurReader:
         for path in self.stored.keys() - self.canonical.keys():
             problems.append(f"unused parameter {path}: config.json's model has no place for it")
         return problems + self._table_problems(table)
-
-    def file_problems(self) -> list[str]:
-        """Files that are absent, have another size than they were written with, or are another checkpoint's.
-
-        Small ones (orbax's index of a part, with its uuid) are compared by checksum; ``verify`` does it for all.
-        """
-        problems = []
-        for name, (size, xxh3) in self.manifest.files.items():
-            file = self.path / name
-            if not os.path.isfile(file):  # unlike Path.is_file, False for a name that no disk could hold
-                problems.append(f"file {name} isn't there: convert the model again")
-            elif file.stat().st_size != size:
-                problems.append(f"file {name} has {file.stat().st_size} bytes, {MANIFEST} says {size}: it is damaged")
-            elif xxh3 and size <= SMALL_BYTES and file_checksum(file) != xxh3:
-                problems.append(f"file {name} differs from its checksum: it is damaged or another checkpoint's")
-        return problems
 
     def _table_problems(self, table: Table) -> list[str]:
         """Where ``table`` isn't this model's: another family, or another configuration."""
@@ -131,6 +115,23 @@ class OurReader:
     def checksum(self, path: str) -> str:
         """Of the bytes that are on the disk now."""
         return checksum(self.read(self.canonical[path]))
+
+
+def file_problems(folder: Path, manifest: Manifest) -> list[str]:
+    """Files that are absent, have another size than they were written with, or are another checkpoint's.
+
+    Small ones (orbax's index of a part, with its uuid) are compared by checksum; ``verify`` does it for all.
+    """
+    problems = []
+    for name, (size, xxh3) in manifest.files.items():
+        file = folder / name
+        if not os.path.isfile(file):  # unlike Path.is_file, False for a name that no disk could hold
+            problems.append(f"file {name} isn't there: convert the model again")
+        elif file.stat().st_size != size:
+            problems.append(f"file {name} has {file.stat().st_size} bytes, {MANIFEST} says {size}: it is damaged")
+        elif xxh3 and size <= SMALL_BYTES and file_checksum(file) != xxh3:
+            problems.append(f"file {name} differs from its checksum: it is damaged or another checkpoint's")
+    return problems
 
 
 def same_form(have: ParamInfo, want: ParamInfo) -> bool:

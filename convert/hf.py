@@ -6,7 +6,6 @@ Everything is checked before the first weight goes to a device, and reported in 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -18,7 +17,7 @@ import numpy as np
 
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.files import MIN_RUN_BYTES, ParallelReader, fill, shortest_run_bytes
-from jaxvllm.convert.safetensors_io import TensorEntry, read_header, unique_keys
+from jaxvllm.convert.safetensors_io import TensorEntry, read_header, read_unique
 from jaxvllm.convert.tables import FLOAT_DTYPES, allocate, cut_from_whole
 from jaxvllm.models.params import Index, ParamInfo, Table
 
@@ -136,7 +135,7 @@ class HFReader:
 
     def _weight_map(self) -> dict[str, str] | None:
         try:
-            index = json.loads((self.path / INDEX).read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
+            index = read_unique(self.path / INDEX)
         except (OSError, ValueError, RecursionError) as error:
             self._problems.append(f"{INDEX} can't be read as JSON: {error}")
             return None

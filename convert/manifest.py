@@ -24,11 +24,10 @@ import numpy as np
 
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.files import Stored
-from jaxvllm.convert.safetensors_io import unique_keys
+from jaxvllm.convert.safetensors_io import read_unique
 from jaxvllm.convert.tables import FLOAT_DTYPES, host_dtype
 
 MANIFEST, FORMAT, FORMAT_VERSION, PARAMS = "manifest.json", "jaxvllm", 2, "params"
-MAX_MANIFEST_BYTES = 100_000_000
 _DTYPES = {dtype.name for dtype in FLOAT_DTYPES.values()}
 
 
@@ -88,11 +87,7 @@ def manifest_text(fields: Mapping[str, Any]) -> str:
 def read_manifest(path: Path) -> Manifest:
     """manifest.json, of the format version that this version reads. Raises CheckpointError listing what is wrong."""
     try:
-        with (path / MANIFEST).open("rb") as stream:
-            raw = stream.read(MAX_MANIFEST_BYTES + 1)
-        if len(raw) > MAX_MANIFEST_BYTES:
-            raise ValueError(f"it has more than {MAX_MANIFEST_BYTES} bytes")
-        fields = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
+        fields = read_unique(path / MANIFEST)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(path, [f"{MANIFEST} can't be read as JSON: {error}"]) from error
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:

@@ -130,6 +130,14 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def read_unique(file: Path) -> Any:
+    """A JSON file of at most 100 MB in which no key appears twice. Raises ValueError, OSError or RecursionError."""
+    size = file.stat().st_size
+    if size > MAX_HEADER_BYTES:
+        raise ValueError(f"it has {size} bytes, more than {MAX_HEADER_BYTES}")
+    return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
+
+
 def write_file(
     file: Path,
     shapes: Mapping[str, tuple[np.dtype, tuple[int, ...]]],

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jaxvllm.config import ModelConfig
-from jaxvllm.convert.checkpoint import OurReader
+from jaxvllm.config import ConfigError, ModelConfig
+from jaxvllm.convert.checkpoint import SMALL_BYTES, OurReader, file_problems
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.files import checksum, file_checksum
 from jaxvllm.convert.load import check, detect, open_checkpoint
+from jaxvllm.convert.manifest import Manifest, read_manifest
 from jaxvllm.convert.progress import ByteBar
 from jaxvllm.convert.tables import canonical_table
 
@@ -25,17 +26,20 @@ def verify_checkpoint(path: str | os.PathLike[str], checksums: Mapping[str, str]
     folder = Path(path)
     if detect(folder) == "hf" and checksums is None:
         raise CheckpointError(folder, ["has no checksums to compare with: only a folder that was converted has"])
-    problems: list[str] = []
+    problems = _file_problems(folder, read_manifest(folder)) if detect(folder) == "jaxvllm" else []
     compared = 0
-    with open_checkpoint(folder) as reader:
-        if isinstance(reader, OurReader):
-            problems += reader.file_problems()
-            if not problems:
-                problems += _file_problems(reader)  # the sizes are right
-            if checksums is None:
-                checksums = {name: stored.xxh3 for name, stored in reader.stored.items()}
+    try:
+        opened = open_checkpoint(folder)
+    except ConfigError:
+        if problems:  # they say it better: config.json isn't what it was
+            raise CheckpointError(folder, problems) from None
+        raise
+    with opened as reader:
+        if isinstance(reader, OurReader) and checksums is None:
+            checksums = {name: stored.xxh3 for name, stored in reader.stored.items()}
         if not problems:
             check(reader, canonical_table(ModelConfig.from_dir(folder)))
+        assert checksums is not None
         table = canonical_table(ModelConfig.from_dir(folder))
         total = sum(info.size * 4 for info in table.values())
         with ByteBar("Verifying", total) as bar:
@@ -61,18 +65,18 @@ def verify_checkpoint(path: str | os.PathLike[str], checksums: Mapping[str, str]
     return compared
 
 
-def _file_problems(reader: OurReader) -> list[str]:
-    """Index files, config.json and tokenizer files that aren't what was written."""
-    expected = {name: xxh3 for name, (_, xxh3) in reader.manifest.files.items() if xxh3} | reader.manifest.beside
+def _file_problems(folder: Path, manifest: Manifest) -> list[str]:
+    """Index files, config.json and tokenizer files that aren't what was written; data files of another size."""
+    problems = file_problems(folder, manifest)
+    rest = {name: xxh3 for name, (size, xxh3) in manifest.files.items() if xxh3 and size > SMALL_BYTES}
+    rest |= manifest.beside
 
     def problem(name: str) -> str | None:
-        file = reader.path / name
+        file = folder / name
         if not os.path.isfile(file):
             return f"file {name} isn't there: convert the model again"
-        differs = file_checksum(file) != expected[name]
+        differs = file_checksum(file) != rest[name]
         return f"file {name} differs from its checksum: it is damaged, edited or another's" if differs else None
 
     with ThreadPoolExecutor(8, "verify") as pool:
-        return [found for found in pool.map(problem, expected) if found]
-
-
+        return problems + [found for found in pool.map(problem, rest) if found]
