@@ -128,12 +128,15 @@ def _resume(work: WorkFolder, table: Table) -> tuple[dict[str, StoredParam], Fil
         try:
             new_files = parse_files(work.path, line.get("files"))
             new = parse_params(work.path, line.get("params"), new_files)
-            right = new.keys() <= table.keys() and all(
-                (work.path / name).stat().st_size == size
-                and (not xxh3 or file_checksum(work.path / name) == xxh3)
-                for name, (size, xxh3) in new_files.items()
-            ) and all(  # fmt: skip
-                p.file is None or checksum(p.at(work.path, path).read()) == p.xxh3 for path, p in new.items()
+            right = (
+                new.keys() <= table.keys()
+                and all(
+                    (work.path / name).stat().st_size == size and (not xxh3 or file_checksum(work.path / name) == xxh3)
+                    for name, (size, xxh3) in new_files.items()
+                )
+                and all(  # fmt: skip
+                    p.file is None or checksum(p.at(work.path, path).read()) == p.xxh3 for path, p in new.items()
+                )
             )
         except (CheckpointError, OSError):
             right, new, new_files = False, {}, {}

@@ -249,6 +249,12 @@ def set_backend_memory_fraction(fraction: float) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{fraction:.3f}")
 
 
+def ask_without_preallocation(fraction: float) -> None:
+    """As ``set_backend_memory_fraction``, for a process that only asks how much memory there is."""
+    set_backend_memory_fraction(fraction)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
 def backend_memory_fraction() -> float:
     """The share of a GPU that jax's allocator was told to take (jax's own default is 0.75)."""
     return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))

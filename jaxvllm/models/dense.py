@@ -20,9 +20,7 @@ from jaxvllm.models.params import ParamInfo, Source, Table
 # (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], carry) -> (out [T, Hq, D], carry)
 type Attend[Carry] = Callable[[int, jax.Array, jax.Array, jax.Array, Carry], tuple[jax.Array, Carry]]
 # (params, layer, normed input [T, H], cos, sin [T, D/2]) -> q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]
-type QKV = Callable[
-    [Mapping[str, Any], int, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]
-]
+type QKV = Callable[[Mapping[str, Any], int, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 STD = 0.02  # of random weights
 
 

@@ -103,7 +103,9 @@ def test_a_failing_write_leaves_nothing_and_keeps_the_old(
 
     monkeypatch.setattr("jaxvllm.convert.parts.save_part", full)
     for target, force in ((tmp_path / "new", False), (ours, True)):
-        with pytest.raises(CheckpointError, match=r"can't be written: No space left on device: free some space.*; nothing is left"):
+        with pytest.raises(
+            CheckpointError, match=r"can't be written: No space left on device: free some space.*; nothing is left"
+        ):
             convert_checkpoint(SOURCE, target, force=force)
     assert [p.name for p in tmp_path.iterdir()] == ["ours"]
     assert_whole(ours)

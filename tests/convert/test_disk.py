@@ -40,9 +40,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_disk_that_is_too_small_is_refused_before_writing(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_too_small_is_refused_before_writing(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (small_disk / "other").write_bytes(bytes(2_000_000))
 
     def never(*args: object) -> None:
