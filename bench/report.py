@@ -23,6 +23,7 @@ TITLES = {
     "steps": "Single steps",
     "ceilings": "Ceilings of the machine",
     "host": "Host work of a decode step",
+    "convert": "Converting and loading checkpoints",
 }
 Rows = list[dict[str, Any]]
 

@@ -1,10 +1,12 @@
 """Checkpoints: Hugging Face folders and our own format, read tensor by tensor; no torch, no GPU.
 
-    load_params(path, table, dtype=..., put=...)   both formats onto the devices, one parameter at a time
+    load_params(path, table, dtype=..., put=...)   both formats, whole parameters
+    load_shards(path, table, dtype=..., place=...) both formats, the parts that each device needs
     convert_checkpoint(src, dst)                   Hugging Face -> our format
     export_hf(src, dst)                            the way back, bit for bit
     detect(path)                                   "hf" or "jaxvllm"
     verify_table(path, table)                      raises one CheckpointError that lists every problem
+    verify_checkpoint(path)                        reads every byte again and compares checksums
 
 Owns: the files and what can be wrong with them. Must not know: meshes, shardings, engines. Names are loaded
 on first use, so that importing this package imports neither jax nor orbax.
@@ -18,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxvllm.convert.build import convert_checkpoint, export_hf
     from jaxvllm.convert.errors import CheckpointError
-    from jaxvllm.convert.load import detect, load_params, open_checkpoint, verify_table
+    from jaxvllm.convert.load import detect, load_params, load_shards, open_checkpoint, verify_table
+    from jaxvllm.convert.verify import verify_checkpoint
 
 _EXPORTS = {
     "CheckpointError": "jaxvllm.convert.errors",
@@ -26,7 +29,9 @@ _EXPORTS = {
     "detect": "jaxvllm.convert.load",
     "export_hf": "jaxvllm.convert.build",
     "load_params": "jaxvllm.convert.load",
+    "load_shards": "jaxvllm.convert.load",
     "open_checkpoint": "jaxvllm.convert.load",
+    "verify_checkpoint": "jaxvllm.convert.verify",
     "verify_table": "jaxvllm.convert.load",
 }
 
@@ -36,7 +41,9 @@ __all__ = [
     "detect",
     "export_hf",
     "load_params",
+    "load_shards",
     "open_checkpoint",
+    "verify_checkpoint",
     "verify_table",
 ]
 

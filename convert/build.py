@@ -1,8 +1,4 @@
-"""Writing checkpoints: Hugging Face -> ours, and back.
-
-A folder is written beside its final name and renamed at the end, so that under that name there is either
-nothing (or what was there before) or a whole checkpoint.
-"""
+"""Writing checkpoints: Hugging Face -> ours, and back."""
 
 from __future__ import annotations
 
@@ -10,8 +6,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,40 +17,47 @@ from numpy.typing import DTypeLike
 
 import jaxvllm
 from jaxvllm.config import DTYPE_BYTES, ModelConfig, read_json
-from jaxvllm.convert.checkpoint import (
+from jaxvllm.convert.checkpoint import OurReader
+from jaxvllm.convert.errors import CheckpointError
+from jaxvllm.convert.files import checksum, file_checksum
+from jaxvllm.convert.hf import SINGLE, HFReader
+from jaxvllm.convert.load import check, detect
+from jaxvllm.convert.manifest import (
     FORMAT,
     FORMAT_VERSION,
     MANIFEST,
     PARAMS,
-    OrbaxReader,
     StoredParam,
-    checkpointer,
-    num_elements,
-    save_part,
+    files_to_json,
+    manifest_text,
+    parse_files,
+    parse_params,
 )
-from jaxvllm.convert.errors import CheckpointError
-from jaxvllm.convert.hf import SINGLE, HFReader
-from jaxvllm.convert.load import check, detect
+from jaxvllm.convert.progress import ByteBar
 from jaxvllm.convert.safetensors_io import write_file
 from jaxvllm.convert.tables import canonical_table, host_dtype
-from jaxvllm.models.params import Table
+from jaxvllm.convert.workfolder import WorkFolder, building, is_disk_error
+from jaxvllm.models.params import ParamInfo, Table
 
 logger = logging.getLogger(__name__)
 
-PART_BYTES = 256 << 20  # a part ends with the parameter that reaches this; what conversion holds in memory
+PART_BYTES = 256 << 20  # a part ends with the parameter that reaches this
+MEMORY_BYTES = 768 << 20  # a part being written and one being read: together at most this, or one parameter more
 COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
           "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
           "chat_template.json", "LICENSE", "LICENSE.txt")  # fmt: skip
+Files = dict[str, tuple[int, str | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written. num_bytes: of the weights."""
+    """What was written. num_bytes: of the weights. checksums: of each parameter in its canonical form."""
 
     path: Path
     num_tensors: int
     num_params: int
     num_bytes: int
+    checksums: dict[str, str]
 
 
 def convert_checkpoint(
@@ -67,50 +70,139 @@ def convert_checkpoint(
     """A Hugging Face folder -> our format. Weights keep their dtype, bit for bit, unless ``dtype`` is given.
 
     force: replace a checkpoint that is there already (nothing else is ever replaced).
-    Raises CheckpointError for a source with any problem, before any weight is written, and for a target in
-    the way.
+    Host memory: one parameter and at most 1 GB. Raises CheckpointError for a source with any problem, before any weight
+    is written, and for a target in the way or a disk that refuses.
     """
     src = Path(src)
     if detect(src) != "hf":
         raise CheckpointError(src, ["is in our format already; the way back is --to hf"])
     wanted = _output_dtype(dtype)
     table = canonical_table(ModelConfig.from_dir(src))
-    reader = HFReader(src)
-    check(reader, table)
-    with building(dst, src=src, force=force) as folder:
-        stored = _write_parts(reader, table, wanted, folder / PARAMS)
-        files = {
-            f.relative_to(folder).as_posix(): f.stat().st_size
-            for f in sorted((folder / PARAMS).rglob("*"))
-            if f.is_file()
-        }
-        _copy_beside(src, folder, wanted)
-        manifest = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "tool_version": jaxvllm.__version__,
-            "source": {name: (src / name).stat().st_size for name in reader.files},
-            "params": {path: {"shape": s.shape, "dtype": s.dtype, "part": s.part} for path, s in stored.items()},
-            "files": files,
-        }
-        (folder / MANIFEST).write_text(_manifest_text(manifest), encoding="utf-8")
-    sizes = [int(np.prod(s.shape)) * host_dtype(s.dtype).itemsize for s in stored.values()]
-    return Written(Path(dst), len(stored), num_elements(stored), sum(sizes))
+    with HFReader(src) as reader:
+        check(reader, table)
+        sizes = {p: i.size * (wanted or reader.stored_dtype(i)).itemsize for p, i in table.items()}
+        job = _job(src, reader.files, table, wanted)
+        with building(dst, src=src, force=force, job=job, num_bytes=sum(sizes.values())) as work:
+            stored, files = _resume(work, table)
+            with ByteBar("Converting", sum(sizes.values())) as bar, _disk_errors():
+                bar.add(sum(sizes[path] for path in stored))
+                for new, new_files in _write_parts(reader, table, sizes, wanted, work, len(work.done), set(stored)):
+                    stored |= new
+                    files |= new_files
+                    bar.add(sum(sizes[path] for path in new))
+            beside = _copy_beside(src, work.path, wanted)
+            source = {name: (src / name).stat().st_size for name in reader.files}
+            manifest = {
+                "format": FORMAT,
+                "format_version": FORMAT_VERSION,
+                "tool_version": jaxvllm.__version__,
+                "source": source,
+                "params": {path: stored[path].to_json() for path in table},
+                "files": files_to_json(files),
+                "beside": beside,
+            }
+            _write_text(work.path / MANIFEST, manifest_text(manifest))
+    num_params = sum(info.size for info in table.values())
+    return Written(Path(dst), len(table), num_params, sum(sizes.values()), {p: s.xxh3 for p, s in stored.items()})
 
 
-def _write_parts(reader: HFReader, table: Table, dtype: np.dtype | None, params: Path) -> dict[str, StoredParam]:
+def _job(src: Path, files: tuple[str, ...], table: Table, dtype: np.dtype | None) -> dict[str, Any]:
+    """What makes two conversions the same: only then does a run go on with another's parts."""
+    stats = {name: (src / name).stat() for name in (*files, "config.json")}
+    return {
+        "to": FORMAT,
+        "version": [FORMAT_VERSION, jaxvllm.__version__],
+        "dtype": None if dtype is None else dtype.name,
+        "source": {name: [s.st_size, s.st_mtime_ns] for name, s in stats.items()},
+        "params": {path: info.shape for path, info in table.items()},
+        "part_bytes": PART_BYTES,
+    }
+
+
+def _resume(work: WorkFolder, table: Table) -> tuple[dict[str, StoredParam], Files]:
+    """What an earlier run has written and what proves right; the rest of its files is removed."""
     stored: dict[str, StoredParam] = {}
+    files: Files = {}
+    kept = []
+    for line in work.done:
+        try:
+            new_files = parse_files(work.path, line.get("files"))
+            new = parse_params(work.path, line.get("params"), new_files)
+            right = (
+                new.keys() <= table.keys()
+                and all(
+                    (work.path / name).stat().st_size == size and (not xxh3 or file_checksum(work.path / name) == xxh3)
+                    for name, (size, xxh3) in new_files.items()
+                )
+                and all(  # fmt: skip
+                    p.file is None or checksum(p.at(work.path, path).read()) == p.xxh3 for path, p in new.items()
+                )
+            )
+        except (CheckpointError, OSError):
+            right, new, new_files = False, {}, {}
+        if not right:
+            break
+        kept.append(line)
+        stored |= new
+        files |= new_files
+    work.keep(kept)
+    names = {f"part-{number:05d}" for number in range(len(kept))}
+    for left in work.path.iterdir():
+        if left.name != PARAMS:
+            left.unlink()
+    for left in (work.path / PARAMS).iterdir() if (work.path / PARAMS).is_dir() else ():
+        if left.name not in names:
+            shutil.rmtree(left)
+    return stored, files
+
+
+def _write_parts(
+    reader: HFReader, table: Table, sizes: Mapping[str, int], dtype: np.dtype | None, work: WorkFolder, number: int,
+    have: set[str],
+) -> Iterator[tuple[dict[str, StoredParam], Files]]:  # fmt: skip
+    """Reads one part while the one before it is written. ``number``: of the first part; ``have``: is written already."""
+    from jaxvllm.convert.parts import checkpointer, index_part, save_part  # orbax takes seconds to import
+
+    def save(saver: Any, name: str, part: dict[str, np.ndarray]) -> tuple[dict[str, StoredParam], Files]:
+        save_part(saver, (work.path / PARAMS / name).absolute(), part)
+        sources = {path: tuple(reader.source_files(table[path])) for path in part}
+        stored, files = index_part(work.path, name, part, sources)
+        params = {path: s.to_json() for path, s in stored.items()}
+        work.part_done({"part": name, "params": params, "files": files_to_json(files)})
+        return stored, files
+
+    missing = [info for path, info in table.items() if path not in have]
+    saving: Future[tuple[dict[str, StoredParam], Files]] | None = None
+    saving_bytes = 0
     part: dict[str, np.ndarray] = {}
-    number = 0
-    with checkpointer() as saver:
-        for i, info in enumerate(table.values()):
-            value = part[info.path] = reader.read(info, dtype)
-            stored[info.path] = StoredParam(value.shape, value.dtype.name, f"part-{number:05d}")
-            if sum(v.nbytes for v in part.values()) >= PART_BYTES or i == len(table) - 1:
-                save_part(saver, params.absolute() / f"part-{number:05d}", part)
-                logger.info("wrote part %d: %d of %d parameters", number, i + 1, len(table))
+    with checkpointer() as saver, ThreadPoolExecutor(1, "save") as pool:
+        for i, info in enumerate(missing):
+            held = sum(v.nbytes for v in part.values())
+            if saving is not None and saving_bytes + held + sizes[info.path] > MEMORY_BYTES:
+                yield saving.result()
+                saving = None
+            part[info.path] = reader.read(info, dtype)
+            if held + sizes[info.path] >= PART_BYTES or i == len(missing) - 1:
+                if saving is not None:
+                    yield saving.result()
+                saving_bytes = held + sizes[info.path]
+                saving = pool.submit(save, saver, f"part-{number:05d}", part)
                 part, number = {}, number + 1
-    return stored
+        if saving is not None:
+            yield saving.result()
+
+
+class _disk_errors:
+    """Turns what libraries make of a full or failing disk back into the OSError it was."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and isinstance(error, Exception) and not isinstance(error, CheckpointError | OSError):
+            found = is_disk_error(error)
+            if found is not None:
+                raise found from error
 
 
 def export_hf(
@@ -125,7 +217,8 @@ def export_hf(
     if detect(src) != "jaxvllm":
         raise CheckpointError(src, ["is a Hugging Face folder already; without --to hf it is converted to ours"])
     wanted = _output_dtype(dtype)
-    with OrbaxReader(src) as reader, building(dst, src=src, force=force) as folder:
+    checksums: dict[str, str] = {}
+    with OurReader(src) as reader:
         table = reader.canonical
         check(reader, table)
         shapes = {
@@ -133,29 +226,43 @@ def export_hf(
             for info in table.values()
             for source in info.sources
         }
-        write_file(folder / SINGLE, shapes, _tensors_of(reader, table, wanted))
-        _copy_beside(src, folder, wanted)
+        num_bytes = sum(int(np.prod(shape)) * dtype.itemsize for dtype, shape in shapes.values())
+        with (
+            building(dst, src=src, force=force, job={"to": "hf"}, num_bytes=num_bytes) as work,
+            ByteBar("Writing", num_bytes) as bar,
+        ):
+            write_file(work.path / SINGLE, shapes, _tensors_of(reader, table, wanted, checksums, bar))
+            _copy_beside(src, work.path, wanted)
     num_params = sum(int(np.prod(shape)) for _, shape in shapes.values())
-    num_bytes = sum(int(np.prod(shape)) * dtype.itemsize for dtype, shape in shapes.values())
-    return Written(Path(dst), len(shapes), num_params, num_bytes)
+    return Written(Path(dst), len(shapes), num_params, num_bytes, checksums)
 
 
-def _manifest_text(manifest: dict[str, Any]) -> str:
-    """JSON with one line for each parameter and file, so that two manifests can be compared by eye."""
-    fields = []
-    for key, value in manifest.items():
-        text = json.dumps(value)
-        if isinstance(value, dict):
-            text = "{\n  " + ",\n  ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "\n }"
-        fields.append(f" {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(fields) + "\n}\n"
+def _tensors_of(
+    reader: OurReader, table: Table, dtype: np.dtype | None, checksums: dict[str, str], bar: ByteBar
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor in the order of its parameter, the next parameter read while one is written."""
 
+    def read(info: ParamInfo) -> np.ndarray:
+        value = reader.read(info)
+        if checksum(value) != reader.stored[info.path].xxh3:
+            raise CheckpointError(reader.path, [f"parameter {info.path} differs from its checksum: it is damaged"])
+        return value if dtype is None else value.astype(dtype, copy=False)
 
-def _tensors_of(reader: OrbaxReader, table: Table, dtype: np.dtype | None) -> Iterator[tuple[str, np.ndarray]]:
-    for info in table.values():
-        value = reader.read(info, dtype)
-        for source in info.sources:
-            yield source.name, source.take(value)
+    with ThreadPoolExecutor(1, "read") as pool:
+        infos = list(table.values())
+        following = pool.submit(read, infos[0])
+        for i, info in enumerate(infos):
+            value = following.result()
+            if i + 1 < len(infos) and value.nbytes + infos[i + 1].size * value.itemsize <= MEMORY_BYTES:
+                following = pool.submit(read, infos[i + 1])
+            checksums[info.path] = checksum(value)
+            for source in info.sources:
+                tensor = source.take(value)
+                bar.add(tensor.nbytes)
+                yield source.name, tensor
+            if i + 1 < len(infos) and value.nbytes + infos[i + 1].size * value.itemsize > MEMORY_BYTES:
+                del value
+                following = pool.submit(read, infos[i + 1])
 
 
 def _output_dtype(dtype: DTypeLike | None) -> np.dtype | None:
@@ -167,59 +274,23 @@ def _output_dtype(dtype: DTypeLike | None) -> np.dtype | None:
     return wanted
 
 
-def _copy_beside(src: Path, folder: Path, dtype: np.dtype | None) -> None:
-    """config.json (naming ``dtype`` where weights were cast to it) and whatever a tokenizer consists of."""
+def _copy_beside(src: Path, folder: Path, dtype: np.dtype | None) -> dict[str, str]:
+    """config.json (naming ``dtype`` where weights were cast to it) and a tokenizer's files; their checksums by name."""
     if dtype is None:
         shutil.copyfile(src / "config.json", folder / "config.json")
     else:
         config: dict[str, Any] = read_json(src / "config.json")
         config.pop("torch_dtype", None)  # the old name of the same field
         config["dtype"] = dtype.name
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     for name in COPIED:
         if (src / name).is_file():
             shutil.copyfile(src / name, folder / name)
+    return {name: file_checksum(folder / name) for name in ("config.json", *COPIED) if (folder / name).is_file()}
 
 
-@contextmanager
-def building(dst: str | os.PathLike[str], *, src: Path, force: bool) -> Iterator[Path]:
-    """A folder beside ``dst`` that takes its name when the block ends, and is removed when the block fails.
-
-    Raises CheckpointError when ``dst`` is there (and not an empty folder) without ``force``; when it isn't a
-    checkpoint, with ``force``, too; when it is or holds ``src``; and when the disk refuses.
-    """
-    target, source = Path(dst).resolve(), src.resolve()
-    if target == source or target in source.parents:
-        raise CheckpointError(target, ["is, or holds, the source: choose another target"])
-    there = target.is_dir() and any(target.iterdir())
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(target, ["is there and isn't a folder: choose another target"])
-    if there and not force:
-        raise CheckpointError(target, ["is there already: choose another target, or replace it with --force"])
-    if there and not (target / "config.json").is_file():
-        raise CheckpointError(target, ["holds no config.json, so it isn't a checkpoint and --force won't replace it"])
-    for left in target.parent.glob(f"{target.name}.partial-*"):
-        logger.warning("%s was left by a conversion that was stopped or still runs; remove it if none does", left)
-    work = target.with_name(f"{target.name}.partial-{os.getpid()}")
-    try:
-        work.mkdir(parents=True)
-        yield work
-        _take_place(work, target, there)
-    except OSError as error:
-        raise CheckpointError(target, [f"can't be written: {error}"]) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)  # gone already when it was renamed
-
-
-def _take_place(work: Path, target: Path, there: bool) -> None:
-    if not there:
-        work.rename(target)  # also over an empty folder
-        return
-    old = target.with_name(f"{target.name}.old-{os.getpid()}")
-    target.rename(old)
-    try:
-        work.rename(target)
-    except OSError:
-        old.rename(target)
-        raise
-    shutil.rmtree(old)
+def _write_text(file: Path, text: str) -> None:
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())

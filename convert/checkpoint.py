@@ -1,85 +1,53 @@
 """Our format: a folder that holds a model ready to be restored.
 
-    DIR/manifest.json            versions, origin, each parameter's shape, dtype and part, each file's size
+    DIR/manifest.json            versions, origin, each parameter's shape, dtype, checksum and place, each file's size
     DIR/params/part-00000/ ...   orbax checkpoints, each a flat dict {path: array} of canonical (tp = 1) ones
     DIR/config.json, generation_config.json, tokenizer files: as the source had them
 
-The parameters lie in several orbax checkpoints so that writing needs the memory of one part, and so that each
-of them is complete or absent. A small model has one part. ``orbax.checkpoint`` alone can restore a part.
+The parameters lie in several orbax checkpoints so that writing needs the memory of one part, and so that each of them
+is complete or absent. ``orbax.checkpoint`` alone can restore a part. We read the bytes where the manifest says that
+they are: measured, that is 5 times as fast as restoring through orbax, needs no second copy, and any slice can be read.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import numpy as np
-import orbax.checkpoint as ocp
 
 from jaxvllm.config import ModelConfig
-from jaxvllm.convert.errors import CheckpointError
-from jaxvllm.convert.safetensors_io import unique_keys
-from jaxvllm.convert.tables import FLOAT_DTYPES, canonical_table, host_dtype
-from jaxvllm.models.params import ParamInfo, Table
+from jaxvllm.convert.files import ParallelReader, checksum, file_checksum, fill, fill_slice
+from jaxvllm.convert.manifest import FORMAT, MANIFEST, Manifest, StoredParam, read_manifest
+from jaxvllm.convert.tables import allocate, canonical_table, cut_from_whole, host_dtype
+from jaxvllm.models.params import Index, ParamInfo, Table
 
-MANIFEST, FORMAT, FORMAT_VERSION, PARAMS = "manifest.json", "jaxvllm", 1, "params"
-_DTYPES = {dtype.name for dtype in FLOAT_DTYPES.values()}
-_CHUNK_BYTES = 64 << 20  # stored in pieces of this size: read and written in parallel
+SMALL_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class StoredParam:
-    """A line of the manifest: shape, numpy dtype name, and the folder under params/ that holds it."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    part: str
-
-
-def checkpointer() -> ocp.Checkpointer:
-    """Reads and writes one part. Uncompressed: bfloat16 weights hardly shrink."""
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False))
-
-
-def save_part(saver: ocp.Checkpointer, folder: Path, params: Mapping[str, np.ndarray]) -> None:
-    """Writes {path: array} as one orbax checkpoint; ``folder`` must not exist and must be absolute."""
-    args = {path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in params}
-    saver.save(folder, args=ocp.args.PyTreeSave(dict(params), save_args=args))
-
-
-class OrbaxReader:
+class OurReader:
     """One opened folder of ours. ``stored``: the manifest's parameters by path."""
 
     format = FORMAT
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
-        manifest = read_manifest(path)
-        self.stored: dict[str, StoredParam] = _stored_params(path, manifest)
-        self.file_sizes: dict[str, int] = _file_sizes(path, manifest)
+        self.manifest = read_manifest(path)
+        self.stored: dict[str, StoredParam] = self.manifest.params
         self.canonical = canonical_table(ModelConfig.from_dir(path))
-        self._restorer = checkpointer()
+        self._reader = ParallelReader()
 
-    def __enter__(self) -> OrbaxReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._restorer.close()
+        self._reader.close()
 
     def problems(self, table: Table) -> list[str]:
         """Everything wrong with this folder for ``table`` (any tp): files; missing, unused, mis-shaped."""
-        problems = []
-        for name, size in self.file_sizes.items():
-            file = self.path / name
-            if not os.path.isfile(file):  # unlike Path.is_file, False for a name that no disk could hold
-                problems.append(f"file {name} isn't there: convert the model again")
-            elif file.stat().st_size != size:
-                problems.append(f"file {name} has {file.stat().st_size} bytes, {MANIFEST} says {size}: it is damaged")
+        problems = file_problems(self.path, self.manifest)
         for path, info in self.canonical.items():
             stored = self.stored.get(path)
             if stored is None:
@@ -104,39 +72,70 @@ class OrbaxReader:
     def read(self, info: ParamInfo, dtype: np.dtype | None = None) -> np.ndarray:
         """One parameter in ``info``'s form (any tp) and ``dtype`` (None: as stored).
 
-        Host memory: the stored parameter and, where the form differs, the result and one tensor.
+        Host memory: the parameter; where key/value heads are stored several times, the canonical one too.
         """
-        stored = self._restore(info.path)
-        value = stored.astype(dtype, copy=False) if dtype is not None else stored
-        return reform(value, self.canonical[info.path], info)
+        stored, have = self.stored[info.path], self.canonical[info.path]
+        wanted = dtype or host_dtype(stored.dtype)
+        if stored.file is None:
+            return reform(stored.inline().astype(wanted, copy=False), have, info)
+        place = stored.at(self.path, info.path)
+        if same_form(have, info):
+            return self._reader.read(place, wanted)
+        if len(info.sources) == 1:  # padded rows of the vocabulary
+            dest = allocate(info, wanted)
+            self._reader.run(fill(place, dest[info.sources[0].index]))
+            return dest
+        return reform(self._reader.read(place, wanted), have, info)
 
-    def _restore(self, path: str) -> np.ndarray:
-        expected = self.stored[path]
-        args = ocp.args.PyTreeRestore(
-            item={path: 0},
-            restore_args={path: ocp.RestoreArgs(restore_type=np.ndarray)},
-            partial_restore=True,
-        )
-        try:
-            value = self._restorer.restore(self.path / PARAMS / expected.part, args=args)[path]
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            OSError,
-            RuntimeError,
-        ) as error:  # what damaged files raise
-            first_line = (str(error).splitlines() or [""])[0]
-            raise CheckpointError(self.path, [f"parameter {path} can't be restored: {first_line}"]) from error
-        if value.shape != expected.shape or value.dtype != host_dtype(expected.dtype):
-            raise CheckpointError(
-                self.path,
-                [
-                    f"parameter {path} is {value.dtype} {list(value.shape)}, "
-                    f"{MANIFEST} says {expected.dtype} {list(expected.shape)}"
-                ],
-            )
-        return value
+    def shards(self, info: ParamInfo, dtype: np.dtype) -> Callable[[Index], np.ndarray]:
+        """A function index -> that part of the parameter, reading no other bytes where they lie in runs of some length.
+
+        Otherwise (columns of a matrix, another form than stored) the parameter is read whole, once.
+        """
+        stored = self.stored[info.path]
+        whole = cut_from_whole(lambda: self.read(info, dtype))
+        if stored.file is None or not same_form(self.canonical[info.path], info):
+            return whole
+        place = stored.at(self.path, info.path)
+
+        def cut(index: Index) -> np.ndarray:
+            slices = [slice(*s.indices(n)) for s, n in zip(index, info.shape, strict=True) if isinstance(s, slice)]
+            out = np.empty([s.stop - s.start for s in slices], dtype)
+            jobs = fill_slice(place, tuple(slices), out)
+            if jobs is None:
+                return whole(index)
+            self._reader.run(jobs)
+            return out
+
+        return cut
+
+    def stored_dtype(self, info: ParamInfo) -> np.dtype:
+        return host_dtype(self.stored[info.path].dtype)
+
+    def checksum(self, path: str) -> str:
+        """Of the bytes that are on the disk now."""
+        return checksum(self.read(self.canonical[path]))
+
+
+def file_problems(folder: Path, manifest: Manifest) -> list[str]:
+    """Files that are absent, have another size than they were written with, or are another checkpoint's.
+
+    Small ones (orbax's index of a part, with its uuid) are compared by checksum; ``verify`` does it for all.
+    """
+    problems = []
+    for name, (size, xxh3) in manifest.files.items():
+        file = folder / name
+        if not os.path.isfile(file):  # unlike Path.is_file, False for a name that no disk could hold
+            problems.append(f"file {name} isn't there: convert the model again")
+        elif file.stat().st_size != size:
+            problems.append(f"file {name} has {file.stat().st_size} bytes, {MANIFEST} says {size}: it is damaged")
+        elif xxh3 and size <= SMALL_BYTES and file_checksum(file) != xxh3:
+            problems.append(f"file {name} differs from its checksum: it is damaged or another checkpoint's")
+    return problems
+
+
+def same_form(have: ParamInfo, want: ParamInfo) -> bool:
+    return have.shape == want.shape and have.sources == want.sources
 
 
 def reform(value: np.ndarray, have: ParamInfo, want: ParamInfo) -> np.ndarray:
@@ -144,68 +143,10 @@ def reform(value: np.ndarray, have: ParamInfo, want: ParamInfo) -> np.ndarray:
 
     What differs between tables of one model: key/value heads stored several times, padded vocabulary rows.
     """
-    if have.shape == want.shape and have.sources == want.sources:
+    if same_form(have, want):
         return value
     return want.assemble({source.name: source.take(value) for source in have.sources})
 
 
 def _source_shapes(info: ParamInfo) -> dict[str, tuple[int, ...]]:
     return {source.name: source.shape for source in info.sources}
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """manifest.json, of a format version that this version reads."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(path, [f"{MANIFEST} can't be read as JSON: {error}"]) from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(path, [f'{MANIFEST} isn\'t one of ours: it has no "format": "{FORMAT}"'])
-    version = manifest.get("format_version")
-    if version != FORMAT_VERSION:
-        raise CheckpointError(
-            path,
-            [f"format_version={version!r} isn't readable here, {FORMAT_VERSION} is: convert the model again"],
-        )
-    return manifest
-
-
-def _stored_params(path: Path, manifest: dict[str, Any]) -> dict[str, StoredParam]:
-    params = manifest.get("params")
-    if not isinstance(params, dict):
-        raise CheckpointError(path, [f"{MANIFEST} has no params"])
-    stored, problems = {}, []
-    for name, fields in params.items():
-        match fields:
-            case {"shape": [*shape], "dtype": str(dtype), "part": str(part)} if (
-                all(type(n) is int and n >= 0 for n in shape) and dtype in _DTYPES and _plain(part)
-            ):
-                stored[name] = StoredParam(tuple(shape), dtype, part)
-            case _:
-                problems.append(
-                    f"{MANIFEST}: parameter {name!r} needs shape, dtype ({', '.join(sorted(_DTYPES))}), part"
-                )
-    if problems:
-        raise CheckpointError(path, problems)
-    return stored
-
-
-def _file_sizes(path: Path, manifest: dict[str, Any]) -> dict[str, int]:
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not all(type(n) is int for n in files.values()):
-        raise CheckpointError(path, [f"{MANIFEST} has no files with their sizes"])
-    outside = [name for name in files if not all(_plain(part) for part in name.split("/"))]
-    if outside:
-        raise CheckpointError(
-            path, [f"{MANIFEST} names {name!r}, which lies outside of the folder" for name in outside]
-        )
-    return files
-
-
-def _plain(name: str) -> bool:
-    return name not in ("", ".", "..") and not set(name) & set("/\\\0")
-
-
-def num_elements(stored: Mapping[str, StoredParam]) -> int:
-    """Parameters that a checkpoint holds, counted one by one."""
-    return sum(math.prod(s.shape) for s in stored.values())

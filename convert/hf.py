@@ -6,20 +6,20 @@ Everything is checked before the first weight goes to a device, and reported in 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from jaxvllm.convert.errors import CheckpointError
-from jaxvllm.convert.safetensors_io import TensorEntry, read_header, unique_keys
-from jaxvllm.convert.tables import FLOAT_DTYPES
-from jaxvllm.models.params import ParamInfo, Table
+from jaxvllm.convert.files import MIN_RUN_BYTES, ParallelReader, fill, shortest_run_bytes
+from jaxvllm.convert.safetensors_io import TensorEntry, read_header, read_unique
+from jaxvllm.convert.tables import FLOAT_DTYPES, allocate, cut_from_whole
+from jaxvllm.models.params import Index, ParamInfo, Table
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class HFReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._reader = ParallelReader()
         self.tensors: dict[str, TensorEntry] = {}
         self.files: tuple[str, ...] = ()
         self._problems: list[str] = []
@@ -58,7 +59,7 @@ class HFReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        return None
+        self._reader.close()
 
     def problems(self, table: Table) -> list[str]:
         """Everything wrong with this folder for ``table``: files; missing, unused, mis-shaped; tied head."""
@@ -79,12 +80,32 @@ class HFReader:
         return problems
 
     def read(self, info: ParamInfo, dtype: np.dtype | None = None) -> np.ndarray:
-        """One parameter, assembled from its tensors, in ``dtype`` (None: its tensors', or the widest).
+        """One parameter, read into its place from its tensors, in ``dtype`` (None: its tensors', or the widest).
 
-        Host memory: the parameter and two of its tensors at the most.
+        Host memory: the parameter, and for tensors in short runs (key/value heads stored several times) one of them.
         """
-        wanted = dtype or np.result_type(*{FLOAT_DTYPES[self.tensors[s.name].dtype] for s in info.sources})
-        return info.assemble(_CastTensors(self.tensors, wanted))
+        dest = allocate(info, dtype or self.stored_dtype(info))
+        jobs: list[Callable[[], None]] = []
+        for source in info.sources:
+            stored, part = self.tensors[source.name].stored, dest[source.index]
+            if source.repeat > 1 or shortest_run_bytes(part) < min(MIN_RUN_BYTES, part.nbytes):
+                jobs.append(lambda source=source, stored=stored: source.place(dest, stored.read()))
+            else:
+                jobs += fill(stored, part)
+        self._reader.run(jobs)
+        return dest
+
+    def shards(self, info: ParamInfo, dtype: np.dtype) -> Callable[[Index], np.ndarray]:
+        """Parts of one parameter; it is read once, at the first call."""
+        return cut_from_whole(lambda: self.read(info, dtype))
+
+    def stored_dtype(self, info: ParamInfo) -> np.dtype:
+        """The widest dtype of a parameter's tensors."""
+        return np.result_type(*{FLOAT_DTYPES[self.tensors[s.name].dtype] for s in info.sources})
+
+    def source_files(self, info: ParamInfo) -> list[str]:
+        """Names of the files that hold a parameter's tensors."""
+        return sorted({self.tensors[s.name].file.relative_to(self.path).as_posix() for s in info.sources})
 
     def _open_index(self) -> None:
         weight_map = self._weight_map()
@@ -114,7 +135,7 @@ class HFReader:
 
     def _weight_map(self) -> dict[str, str] | None:
         try:
-            index = json.loads((self.path / INDEX).read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
+            index = read_unique(self.path / INDEX)
         except (OSError, ValueError, RecursionError) as error:
             self._problems.append(f"{INDEX} can't be read as JSON: {error}")
             return None
@@ -168,26 +189,6 @@ class HFReader:
         return [f"{names} differ, first in row {row}, {fix}"]
 
 
-class _CastTensors(Mapping[str, np.ndarray]):
-    """Tensors by name, read when asked for. The last is kept: ``assemble`` asks for its first twice."""
-
-    def __init__(self, entries: Mapping[str, TensorEntry], dtype: np.dtype) -> None:
-        self._entries, self._dtype = entries, dtype
-        self._last: tuple[str, np.ndarray] | None = None
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        if self._last is None or self._last[0] != name:
-            self._last = None
-            self._last = name, self._entries[name].read().astype(self._dtype, copy=False)
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
 def _dtype_problems(entry: TensorEntry) -> list[str]:
     if entry.dtype in FLOAT_DTYPES:
         return []
@@ -206,7 +207,7 @@ def _first_difference(a: TensorEntry, b: TensorEntry) -> int | None:
     step = max(1, _COMPARE_ELEMENTS // max(width, 1))
     for first in range(0, rows, step):
         count = min(step, rows - first) * width
-        x, y = (e.read(first * width, count) for e in (a, b))
+        x, y = (e.stored.read(first * width, count) for e in (a, b))
         if a.dtype != b.dtype:
             x, y = x.astype(np.float32), y.astype(np.float32)
         same = (x.view(np.uint8) == y.view(np.uint8)).reshape(count // width, -1).all(axis=1)

@@ -1,9 +1,11 @@
-"""Loading: either format, one parameter at a time, onto whatever the caller's ``put`` puts it on."""
+"""Loading: either format, several parameters at a time, onto whatever the caller's ``place`` puts them on."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,10 +13,18 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
+from jaxvllm.convert.checkpoint import OurReader
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.hf import HFReader, check_folder
+from jaxvllm.convert.manifest import MANIFEST
+from jaxvllm.convert.progress import ByteBar
 from jaxvllm.convert.tables import host_dtype
-from jaxvllm.models.params import ParamInfo, Table
+from jaxvllm.models.params import Index, ParamInfo, Table
+
+MEMORY_BYTES = 768 << 20  # parameters on their way at the same time: together at most this, or one alone
+WORKERS = 4  # parameters on their way; each is read by many threads
+
+type ReadPart = Callable[[Index], np.ndarray]
 
 
 class Reader(AbstractContextManager[Any], Protocol):
@@ -31,6 +41,10 @@ class Reader(AbstractContextManager[Any], Protocol):
         """One parameter of a table without problems, in host memory that belongs to the caller."""
         ...
 
+    def shards(self, info: ParamInfo, dtype: np.dtype) -> ReadPart:
+        """A function index -> that part of the parameter, contiguous, in memory that may be kept."""
+        ...
+
 
 def detect(path: str | os.PathLike[str]) -> str:
     """ "jaxvllm" for a folder with our manifest, "hf" for one with safetensors.
@@ -40,7 +54,7 @@ def detect(path: str | os.PathLike[str]) -> str:
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(path, ["is not a directory; give a folder with config.json and weights"])
-    if (folder / "manifest.json").is_file():
+    if (folder / MANIFEST).is_file():
         return "jaxvllm"
     check_folder(folder)
     return "hf"
@@ -49,11 +63,7 @@ def detect(path: str | os.PathLike[str]) -> str:
 def open_checkpoint(path: str | os.PathLike[str]) -> Reader:
     """The reader for this folder's format; a context manager."""
     folder = Path(path)
-    if detect(folder) == "jaxvllm":
-        from jaxvllm.convert.checkpoint import OrbaxReader  # orbax takes seconds to import
-
-        return OrbaxReader(folder)
-    return HFReader(folder)
+    return OurReader(folder) if detect(folder) == "jaxvllm" else HFReader(folder)
 
 
 def verify_table(path: str | os.PathLike[str], table: Table) -> None:
@@ -69,18 +79,81 @@ def load_params[Placed](
     dtype: DTypeLike,
     put: Callable[[ParamInfo, np.ndarray], Placed],
 ) -> dict[str, Placed]:
-    """{path: put(info, array)} for every parameter of ``table`` (the family's, at any tp), in its order.
+    """{path: put(info, array)} for every parameter of ``table``; like ``load_shards`` with whole parameters."""
 
-    dtype: what each parameter is cast to (round to nearest even), a name or a numpy or jax type. put: shards
-    and transfers one parameter; the array isn't used afterwards, so it may be kept or aliased. Both formats
-    give identical arrays. Host memory: one parameter and its tensors at a time.
+    def place(info: ParamInfo, read: ReadPart) -> Placed:
+        return put(info, read(tuple(slice(0, n) for n in info.shape)))
 
-    Raises CheckpointError, before the first ``put``, with everything missing, unused, mis-shaped or damaged.
+    return load_shards(path, table, dtype=dtype, place=place)
+
+
+def load_shards[Placed](
+    path: str | os.PathLike[str],
+    table: Table,
+    *,
+    dtype: DTypeLike,
+    place: Callable[[ParamInfo, ReadPart], Placed],
+) -> dict[str, Placed]:
+    """{path: place(info, read)} for every parameter of ``table`` (the family's, at any tp), in its order.
+
+    dtype: what each parameter is cast to (round to nearest even), a name or a numpy or jax type. place: asks
+    ``read(index)`` for the parts it wants and returns when they are transferred; it is called from several threads. A
+    part isn't used afterwards, so it may be kept or aliased. Both formats give identical parts. Host memory: the
+    parameters on their way, at most one or 768 MB together, plus one part.
+
+    Raises CheckpointError, before the first ``place``, with everything missing, unused, mis-shaped or damaged.
     """
     wanted = host_dtype(dtype)
+    costs = {path: info.size * wanted.itemsize for path, info in table.items()}
+    room = _Room(MEMORY_BYTES)
     with open_checkpoint(path) as reader:
         check(reader, table)
-        return {info.path: put(info, reader.read(info, wanted)) for info in table.values()}
+        with ByteBar("Loading", sum(costs.values())) as bar, ThreadPoolExecutor(WORKERS, "load") as pool:
+
+            def one(info: ParamInfo) -> Placed:
+                with room.taken(costs[info.path]):
+                    placed = place(info, reader.shards(info, wanted))
+                bar.add(costs[info.path])
+                return placed
+
+            futures = {info.path: pool.submit(one, info) for info in table.values()}
+            try:
+                return {path: future.result() for path, future in futures.items()}
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+
+class _Room:
+    """A budget of bytes; one that is above it waits until it is alone."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._total, self._used = num_bytes, 0
+        self._changed = threading.Condition()
+
+    def taken(self, num_bytes: int) -> AbstractContextManager[None]:
+        return _Taken(self, num_bytes)
+
+    def take(self, num_bytes: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._used == 0 or self._used + num_bytes <= self._total)
+            self._used += num_bytes
+
+    def give(self, num_bytes: int) -> None:
+        with self._changed:
+            self._used -= num_bytes
+            self._changed.notify_all()
+
+
+class _Taken(AbstractContextManager[None]):
+    def __init__(self, room: _Room, num_bytes: int) -> None:
+        self._room, self._num_bytes = room, num_bytes
+
+    def __enter__(self) -> None:
+        self._room.take(self._num_bytes)
+
+    def __exit__(self, *exc: object) -> None:
+        self._room.give(self._num_bytes)
 
 
 def check(reader: Reader, table: Table) -> None:

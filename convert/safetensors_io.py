@@ -2,14 +2,14 @@
 
 A file is: 8 bytes, the header's length as a little-endian uint64; the header, one JSON object that maps each
 name to {"dtype", "shape", "data_offsets": [begin, end]}; then the data, which the offsets cover without holes
-or overlaps (https://github.com/huggingface/safetensors, "Format"). Tensors are read with plain reads, not
-mapped: a file that shrinks meanwhile is an error, not a signal, and host memory is what we allocate.
+or overlaps (https://github.com/huggingface/safetensors, "Format").
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxvllm.convert.errors import CheckpointError
+from jaxvllm.convert.files import Stored
 from jaxvllm.convert.tables import FLOAT_DTYPES, SAFETENSORS_NAMES
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -39,33 +40,10 @@ class TensorEntry:
     offset_bytes: int
     num_bytes: int
 
-    def read(self, first: int = 0, count: int | None = None) -> np.ndarray:
-        """The whole tensor, or ``count`` elements from the flat index ``first`` as a vector; a fresh array.
-
-        Raises CheckpointError when the file no longer holds these bytes.
-        """
-        dtype = FLOAT_DTYPES[self.dtype]
-        elements = math.prod(self.shape) if count is None else count
-        data = np.empty(elements, dtype)
-        try:
-            with self.file.open("rb", buffering=0) as stream:
-                stream.seek(self.offset_bytes + first * dtype.itemsize)
-                got = _read_into(stream, memoryview(data.view(np.uint8)))
-        except OSError as error:
-            raise CheckpointError(self.file, [f"{self.name} can't be read: {error.strerror}"]) from error
-        if got != data.nbytes:
-            raise CheckpointError(self.file, [f"{self.name} ends after {got} of {data.nbytes} bytes: file changed"])
-        return data.reshape(self.shape) if count is None else data
-
-
-def _read_into(stream: Any, view: memoryview) -> int:
-    done = 0
-    while done < len(view):  # one read returns at most 2 GiB on Linux
-        count = stream.readinto(view[done:])
-        if not count:
-            break
-        done += count
-    return done
+    @property
+    def stored(self) -> Stored:
+        """The same as bytes to read; its dtype must be one of FLOAT_DTYPES."""
+        return Stored(self.name, FLOAT_DTYPES[self.dtype], self.shape, self.file, self.offset_bytes)
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
@@ -152,6 +130,14 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def read_unique(file: Path) -> Any:
+    """A JSON file of at most 100 MB in which no key appears twice. Raises ValueError, OSError or RecursionError."""
+    size = file.stat().st_size
+    if size > MAX_HEADER_BYTES:
+        raise ValueError(f"it has {size} bytes, more than {MAX_HEADER_BYTES}")
+    return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
+
+
 def write_file(
     file: Path,
     shapes: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
@@ -166,8 +152,16 @@ def write_file(
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligned data
-    with file.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
+    with file.open("wb", buffering=0) as stream:
+        os.posix_fallocate(stream.fileno(), 0, 8 + len(text) + at)  # a full disk says so now
+        _write_all(stream, struct.pack("<Q", len(text)) + text)
         for (name, tensor), (expected, (dtype, shape)) in zip(tensors, shapes.items(), strict=True):
             assert (name, tensor.dtype, tensor.shape) == (expected, dtype, shape)
-            stream.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+            _write_all(stream, np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+        os.fsync(stream.fileno())
+
+
+def _write_all(stream: Any, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while len(view):
+        view = view[stream.write(view) :]

@@ -1,7 +1,9 @@
-"""Which table a checkpoint is checked against, and names of dtypes as numpy knows them."""
+"""Which table a checkpoint is checked against, names of dtypes as numpy knows them, and parameters as host arrays."""
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
 
 import ml_dtypes
@@ -9,10 +11,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxvllm.config import ModelConfig
-from jaxvllm.models import qwen3
-from jaxvllm.models.params import Table
-
-FAMILIES: dict[str, Callable[[ModelConfig], Table]] = {"Qwen3ForCausalLM": qwen3.param_table}
+from jaxvllm.models.params import Index, ParamInfo, Table
+from jaxvllm.models.registry import param_table
 
 # Stored dtypes that we read, by their safetensors name. float16 is kept as it is and cast when it is loaded.
 FLOAT_DTYPES: dict[str, np.dtype] = {
@@ -25,9 +25,28 @@ SAFETENSORS_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 def canonical_table(config: ModelConfig) -> Table:
     """The table of a model's parameters as checkpoints store them (tp = 1)."""
-    return FAMILIES[config.architecture](config)
+    return param_table(config)
 
 
 def host_dtype(dtype: DTypeLike) -> np.dtype:
     """A numpy dtype from a name ("bfloat16" too) or from anything numpy takes, such as jax's types."""
     return np.dtype(ml_dtypes.bfloat16) if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype)
+
+
+def allocate(info: ParamInfo, dtype: np.dtype) -> np.ndarray:
+    """Memory for a parameter: zeros where its sources leave something (vocabulary padding), else uninitialised."""
+    covered = sum(math.prod(s.shape) * s.repeat for s in info.sources)
+    return (np.empty if covered == info.size else np.zeros)(info.shape, dtype)
+
+
+def cut_from_whole(read: Callable[[], np.ndarray]) -> Callable[[Index], np.ndarray]:
+    """A function index -> contiguous part of what ``read`` gives, which is called once, at the first part."""
+    lock, whole = threading.Lock(), []
+
+    def cut(index: Index) -> np.ndarray:
+        with lock:
+            if not whole:
+                whole.append(read())
+        return np.ascontiguousarray(whole[0][index])
+
+    return cut

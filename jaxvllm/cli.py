@@ -19,6 +19,7 @@ EXAMPLES = """examples:
   jaxvllm generate Qwen3-0.6B --chat --prompt "Why is the sky blue?" --temperature 0.6 --max-tokens 512
   jaxvllm generate Qwen3-8B --tensor-parallel-size 2 --prompt "Once" --prompt "Twice" --json
   jaxvllm inspect Qwen3-0.6B
+  jaxvllm inspect Llama-3.1-8B --device-gb 80 --tensor-parallel-size 2
   jaxvllm convert Qwen3-0.6B qwen3-0.6b
   jaxvllm replay tests/traces/*.json
   jaxvllm trace tests/traces/five_requests_eleven_blocks.json -o trace.html
@@ -54,10 +55,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jaxvllm {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="text from a model", description="Text from a model."))
-    inspect = commands.add_parser("inspect", help="shape and bytes of a model, without loading it")
-    inspect.add_argument("path", metavar="PATH", help="model directory (config.json)")
-    inspect.add_argument("--json", action="store_true", help="print one JSON object")
-    inspect.set_defaults(run=run_inspect)
+    _add_inspect(
+        commands.add_parser(
+            "inspect",
+            help="shape and bytes of a model and what fits, without loading it",
+            description="What a model is, whether its files are whole, and what fits here.",
+        )
+    )
     trace = commands.add_parser("trace", help="a recorded schedule as a page to step through, or as a picture")
     trace.add_argument("file", metavar="FILE", help="a recording: Engine(record=FILE), jaxvllm.record, tests/traces")
     trace.add_argument("-o", "--output", required=True, metavar="OUT", help="OUT.html or OUT.png (needs matplotlib)")
@@ -65,6 +69,18 @@ def make_parser() -> argparse.ArgumentParser:
     commands.add_parser("convert", help="Hugging Face checkpoint -> ours, and back (jaxvllm convert --help)")
     commands.add_parser("replay", help="recorded schedules through the scheduler (jaxvllm replay --help)")
     return parser
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="Hugging Face directory, or one made by jaxvllm convert")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share the model")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: the checkpoint's")
+    parser.add_argument("--max-model-len", type=int, help="tokens of a request at most (default: the model's)")
+    parser.add_argument("--block-size", type=int, default=64, help="tokens of a KV block (default: 64)")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of each device (default: 0.9)")
+    parser.add_argument("--device-gb", type=float, help="memory of a device that isn't here, in 10^9 bytes")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_inspect)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -175,41 +191,16 @@ def run_trace(args: argparse.Namespace) -> int:
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    """Prints what the configuration says: nothing is loaded and no device is touched."""
-    facts = inspect_model(args.path)
-    if args.json:
-        print(json.dumps(facts))
-        return 0
-    for name, value in facts["config"].items():
-        print(f"{name:<28}{value}")
-    print(f"{'tokenizer':<28}{'yes' if facts['tokenizer'] else 'no'}\n")
-    for name, (count, size) in facts["parameters"].items():
-        print(f"{name:<28}{count:>16,} parameters {size / 2**20:>12,.1f} MiB")
-    print(f"{'KV cache':<28}{facts['kv_bytes_per_token']:>16,} bytes a token")
-    return 0
+    """Prints what the model is and what fits; nothing is loaded. Status 1 when the weights wouldn't load."""
+    from jaxvllm.config import EngineConfig
+    from jaxvllm.inspection import as_text, inspect_model
 
-
-def inspect_model(path: str) -> dict[str, Any]:
-    """Configuration, [count, bytes] of the parameters by kind, and KV cache bytes a token."""
-    from dataclasses import asdict
-
-    from jaxvllm.config import DTYPE_BYTES, ModelConfig
-    from jaxvllm.models.qwen3 import param_table
-    from jaxvllm.tokenizer import Tokenizer
-
-    config = ModelConfig.from_dir(path)
-    itemsize = DTYPE_BYTES[config.dtype]
-    counts: dict[str, int] = {}
-    for info in param_table(config).values():
-        kind = info.path.rpartition(".")[2]
-        counts[kind] = counts.get(kind, 0) + info.size
-    counts["total"] = sum(counts.values())
-    return {
-        "config": asdict(config),
-        "tokenizer": Tokenizer.from_dir(path) is not None,
-        "parameters": {kind: [count, count * itemsize] for kind, count in counts.items()},
-        "kv_bytes_per_token": config.kv_bytes_per_token(),
-    }
+    names = ("tensor_parallel_size", "dtype", "max_model_len", "block_size", "gpu_memory_utilization")
+    engine = EngineConfig(**{name: getattr(args, name) for name in names})
+    device_bytes = None if args.device_gb is None else int(args.device_gb * 1e9)
+    facts = inspect_model(args.path, engine, device_bytes=device_bytes)
+    print(json.dumps(facts) if args.json else as_text(facts))
+    return 1 if facts["checkpoint"]["problems"] else 0
 
 
 if __name__ == "__main__":

@@ -16,16 +16,17 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from jaxvllm.architectures import ARCHITECTURES, SUPPORTED_ARCHITECTURES, architecture_of, refusals, supported
 from jaxvllm.rope import ConfigError, RopeConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 ATTENTION_BACKENDS = ("auto", "xla", "triton", "reference", "triton_interpret")
-SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM",)
+MAX_SIZE, MAX_LAYERS = 1 << 30, 1 << 12  # above them a config.json is damaged: refused before anything is built
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense Qwen3 model's shape and numerics. ``head_dim`` is its own number, not hidden_size / heads."""
+    """A dense model's shape and numerics. ``head_dim`` is its own number, not hidden_size / heads."""
 
     vocab_size: int
     hidden_size: int
@@ -46,8 +47,10 @@ class ModelConfig:
         problems = []
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                      "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                problems.append(f"{name}={getattr(self, name)!r} must be a whole number of at least 1")
+            _check_int(problems, name, getattr(self, name), 1)
+            limit = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+            if _is_int(getattr(self, name)) and getattr(self, name) > limit:
+                problems.append(f"{name}={getattr(self, name)} must be at most {limit}")
         if not problems and self.num_attention_heads % self.num_key_value_heads:
             problems.append(
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
@@ -55,6 +58,8 @@ class ModelConfig:
             )
         if not problems and self.head_dim % 2:
             problems.append(f"head_dim={self.head_dim} must be even (rotary embedding turns pairs)")
+        if not _is_number(self.rms_norm_eps) or self.rms_norm_eps < 0:
+            problems.append(f"rms_norm_eps={self.rms_norm_eps!r} must be a number of at least 0")
         if self.dtype not in DTYPE_BYTES:
             problems.append(f"dtype={self.dtype!r} isn't supported; supported are {', '.join(DTYPE_BYTES)}")
         if self.architecture not in SUPPORTED_ARCHITECTURES:
@@ -76,45 +81,36 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
         """From a Hugging Face config.json (and generation_config.json). What would be ignored is refused by name."""
-        architecture = (config.get("architectures") or [config.get("model_type", "?")])[0]
-        refused = [] if architecture in SUPPORTED_ARCHITECTURES else [f"architectures=[{architecture!r}]"]
-        if config.get("attention_bias"):
-            refused.append("attention_bias=true")
-        if config.get("use_sliding_window"):
-            refused.append("use_sliding_window=true")
-        if set(config.get("layer_types") or ()) - {"full_attention"}:
-            refused.append(f"layer_types with {sorted(set(config['layer_types']) - {'full_attention'})}")
-        if config.get("quantization_config"):
-            method = config["quantization_config"].get("quant_method", "?")
-            refused.append(f"quantization_config (quant_method={method!r})")
-        if config.get("hidden_act", "silu") != "silu":
-            refused.append(f"hidden_act={config['hidden_act']!r}")
+        refused = refusals(config)
         missing = [n for n in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
                                "num_attention_heads") if config.get(n) is None]  # fmt: skip
         if refused or missing:
             parts = [f"not supported: {', '.join(refused)}"] if refused else []
             parts += [f"missing fields: {', '.join(missing)}"] if missing else []
-            raise ConfigError(
-                f"config.json can't be run ({'; '.join(parts)}); supported is dense {SUPPORTED_ARCHITECTURES[0]} "
-                "with full attention, silu, no bias and no quantization"
-            )
+            raise ConfigError(f"config.json can't be run ({'; '.join(parts)}); supported are {supported()}")
+        architecture = architecture_of(config)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-        return cls(
-            architecture=architecture,
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_hidden_layers=config["num_hidden_layers"],
-            num_attention_heads=config["num_attention_heads"],
-            num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope=RopeConfig.from_dict(config),
-            max_position_embeddings=config.get("max_position_embeddings", 32768),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            dtype="bfloat16" if dtype == "float16" else dtype,
-            eos_token_ids=_union_of_ids(config.get("eos_token_id"), (generation or {}).get("eos_token_id")),
-        )
+        try:
+            return cls(
+                architecture=architecture,
+                vocab_size=config["vocab_size"],
+                hidden_size=config["hidden_size"],
+                intermediate_size=config["intermediate_size"],
+                num_hidden_layers=config["num_hidden_layers"],
+                num_attention_heads=config["num_attention_heads"],
+                num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+                head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+                rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+                rope=RopeConfig.from_dict(config),
+                max_position_embeddings=config.get("max_position_embeddings", ARCHITECTURES[architecture][1]),
+                tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+                dtype="bfloat16" if dtype == "float16" else dtype,
+                eos_token_ids=_union_of_ids(config.get("eos_token_id"), (generation or {}).get("eos_token_id")),
+            )
+        except (TypeError, OverflowError, ZeroDivisionError, AttributeError, KeyError) as error:
+            raise ConfigError(f"config.json has a field of a wrong type: {error}") from error
+        except ValueError as error:
+            raise error if isinstance(error, ConfigError) else ConfigError(f"config.json: {error}") from error
 
     @classmethod
     def from_dir(cls, path: str | os.PathLike[str]) -> ModelConfig:
@@ -148,7 +144,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """One JSON object; a broken file is a ConfigError that names it."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read as JSON: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a JSON object, not {type(data).__name__}")
@@ -159,6 +155,8 @@ def _union_of_ids(*values: int | Iterable[int] | None) -> tuple[int, ...]:
     ids: list[int] = []
     for value in values:
         for one in [value] if isinstance(value, int) else (value or ()):
+            if not _is_int(one):
+                raise ConfigError(f"eos_token_id={value!r} must be a token id or a list of them")
             if one not in ids:
                 ids.append(one)
     return tuple(ids)
@@ -256,6 +254,12 @@ def _check_int(problems: list[str], name: str, value: object, low: int) -> None:
 def set_backend_memory_fraction(fraction: float) -> None:
     """Asks jax's GPU allocator for this share of the device, before the backend starts; a user's own setting stays."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{fraction:.3f}")
+
+
+def ask_without_preallocation(fraction: float) -> None:
+    """As ``set_backend_memory_fraction``, for a process that only asks how much memory there is."""
+    set_backend_memory_fraction(fraction)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def backend_memory_fraction() -> float:

@@ -22,11 +22,11 @@ from jaxvllm.core.rules import Rules
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.kernels import resolve_backend
 from jaxvllm.models import params as tables
-from jaxvllm.models import qwen3
+from jaxvllm.models.registry import param_table
 from jaxvllm.runtime.executor import Executor
 from jaxvllm.runtime.memory import choose_num_blocks
 from jaxvllm.runtime.mesh import make_mesh
-from jaxvllm.runtime.weights import make_put, place_params, random_params
+from jaxvllm.runtime.weights import make_place, place_params, random_params
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable
     """Loads the model onto the mesh, sizes the pool, allocates it and compiles every bucket."""
     prepare_backend(engine)
     mesh = make_mesh(engine.tensor_parallel_size)
-    table = qwen3.param_table(model, tp=mesh.size)
+    table = param_table(model, tp=mesh.size)
     device = mesh.devices.flat[0]
     assert engine.dtype is not None and engine.max_model_len is not None
     backends = resolve_backend(
@@ -109,15 +109,15 @@ def load(path: Path | None, table: tables.Table, mesh: Any, engine: EngineConfig
     assert engine.dtype is not None
     if path is None:
         return random_params(table, mesh, engine.dtype, engine.seed)
-    from jaxvllm.convert import load_params  # orbax and tensorstore take a second to import
+    from jaxvllm.convert import load_shards
 
-    return load_params(path, table, dtype=engine.dtype, put=make_put(mesh))
+    return load_shards(path, table, dtype=engine.dtype, place=make_place(mesh))
 
 
 def update_weights(executor: Executor, params: Mapping[str, Any]) -> None:
     """``Engine.update_weights``: checked and placed as a whole before the old weights go."""
-    canonical = qwen3.param_table(executor.model)
-    table = qwen3.param_table(executor.model, tp=executor.mesh.size)
+    canonical = param_table(executor.model)
+    table = param_table(executor.model, tp=executor.mesh.size)
     assert executor.engine.dtype is not None
     placed = place_params(params, canonical, table, executor.mesh, executor.engine.dtype)
     executor.params = tables.nest(placed)

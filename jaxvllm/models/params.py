@@ -106,6 +106,11 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def per_device_size(table: Table, tp: int) -> int:
+    """Elements that each of ``tp`` devices holds."""
+    return sum(info.size // (tp if "tp" in info.axes else 1) for info in table.values())
+
+
 def param_bytes(table: Table, itemsize: int) -> int:
     """Bytes of all parameters together, over all shards."""
     return sum(info.size for info in table.values()) * itemsize

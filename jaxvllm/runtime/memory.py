@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from jaxvllm.config import ConfigError, EngineConfig, backend_memory_fraction
+from jaxvllm.config import DTYPE_BYTES, ConfigError, EngineConfig, ModelConfig, backend_memory_fraction
 from jaxvllm.core.buckets import Bucket
 from jaxvllm.runtime.executor import Executor, compile_in_threads
 from jaxvllm.runtime.state import kv_block_bytes
@@ -32,10 +32,9 @@ def choose_num_blocks(executor: Executor, buckets: Sequence[Bucket]) -> int:
     block_bytes = kv_block_bytes(model, engine, mesh.size)
     assert engine.max_model_len is not None
     per_sequence = -(-engine.max_model_len // engine.block_size)
-    wanted = engine.max_num_seqs * per_sequence
     stats = mesh.devices.flat[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
-        return max(min(wanted, HOST_POOL_BYTES // block_bytes), per_sequence)
+        return host_blocks(engine, block_bytes)
     budget = device_budget(engine, stats["bytes_limit"])
     used = max(device_bytes_in_use(mesh))
     transient = transient_bytes(executor, buckets)
@@ -52,6 +51,27 @@ def choose_num_blocks(executor: Executor, buckets: Sequence[Bucket]) -> int:
             "larger tensor_parallel_size"
         )
     return blocks
+
+
+def host_blocks(engine: EngineConfig, block_bytes: int) -> int:
+    """Blocks where there is no device memory to measure: what max_num_seqs could use, within HOST_POOL_BYTES."""
+    assert engine.max_model_len is not None
+    per_sequence = -(-engine.max_model_len // engine.block_size)
+    return max(min(engine.max_num_seqs * per_sequence, HOST_POOL_BYTES // block_bytes), per_sequence)
+
+
+def transient_estimate(model: ModelConfig, engine: EngineConfig) -> int:
+    """About what a step needs besides weights and cache, without compiling it (``transient_bytes`` measures).
+
+    The larger of a full prompt step (residual stream, projections, gate_up and its product of every token) and the
+    sampler's float32 logits with their noise.
+    """
+    assert engine.dtype is not None
+    itemsize, tp = DTYPE_BYTES[engine.dtype], engine.tensor_parallel_size
+    heads = model.num_attention_heads + 2 * model.num_key_value_heads
+    per_token = 4 * model.hidden_size + (2 * heads * model.head_dim + 3 * model.intermediate_size) // tp
+    logits = 4 * 3 * engine.max_num_seqs * -(-model.vocab_size // tp)
+    return max(engine.max_num_batched_tokens * per_token * itemsize, logits)
 
 
 def device_budget(engine: EngineConfig, bytes_limit: int) -> int:

@@ -25,8 +25,9 @@ from jaxvllm.kernels import (
     ragged_attention,
     write_kv,
 )
-from jaxvllm.models import qwen3
+from jaxvllm.models.dense import Fused
 from jaxvllm.models.layers import head_logits, token_logprobs
+from jaxvllm.models.registry import family
 from jaxvllm.runtime.sampler import sample
 from jaxvllm.runtime.state import DeviceState, KVCache
 
@@ -66,10 +67,11 @@ def run_model(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespa
         return out, kv
 
     fused = None if backends.fused is None else fused_kernels(plan, model, backends.fused)
-    return qwen3.forward(params, model, token_ids, plan.positions, attend, state.cache.kv, axis=axis, fused=fused)
+    forward = family(model).forward
+    return forward(params, model, token_ids, plan.positions, attend, state.cache.kv, axis=axis, fused=fused)
 
 
-def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backend: str) -> qwen3.Fused[jax.Array]:
+def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backend: str) -> Fused[jax.Array]:
     """The forward's elementwise chains as kernels, for the plan's slots."""
 
     def norm_rope_write(layer: jax.Array, qkv: jax.Array, q_norm: jax.Array, k_norm: jax.Array, cos: jax.Array,
@@ -77,7 +79,7 @@ def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backend: str) -> qw
         return qk_norm_rope_write(qkv, q_norm, k_norm, cos, sin, kv, layer, plan.slot_mapping,
                                   eps=model.rms_norm_eps, backend=backend)  # fmt: skip
 
-    return qwen3.Fused(partial(add_rms_norm, eps=model.rms_norm_eps, backend=backend), norm_rope_write)
+    return Fused(partial(add_rms_norm, eps=model.rms_norm_eps, backend=backend), norm_rope_write)
 
 
 def make_step(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackends, axis: str) -> Callable[..., Any]:
@@ -91,7 +93,7 @@ def make_step(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackends
         hidden, kv = run_model(params, state, plan, layout, model, backends, axis)
         if layout.bucket.kind != "decode":
             hidden = hidden[jnp.maximum(plan.query_start[1:] - 1, 0)]
-        logits = head_logits(qwen3.head_table(params), hidden)
+        logits = head_logits(family(model).head_table(params), hidden)
         tokens = sample(logits, plan.temperatures, plan.seeds, plan.sample_positions, vocab_size=model.vocab_size,
                         axis=axis)  # fmt: skip
         last_tokens = state.last_tokens.at[plan.rows].set(tokens, mode="drop")
@@ -107,7 +109,8 @@ def make_score(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackend
               ) -> tuple[DeviceState, jax.Array]:  # fmt: skip
         plan = unpack(buffer, layout)
         hidden, kv = run_model(params, state, plan, layout, model, backends, axis)
-        logprobs = token_logprobs(qwen3.head_table(params), hidden, targets, vocab_size=model.vocab_size, axis=axis)
+        head = family(model).head_table(params)
+        logprobs = token_logprobs(head, hidden, targets, vocab_size=model.vocab_size, axis=axis)
         return state.replace(cache=KVCache(kv=kv)), logprobs  # type: ignore[attr-defined]
 
     return score

@@ -15,19 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxvllm.models.params import ParamInfo, Table, flatten
+from jaxvllm.models.params import Index, ParamInfo, Table, flatten
 from jaxvllm.runtime.mesh import sharding
 
 
-def make_put(mesh: Mesh) -> Callable[[ParamInfo, np.ndarray], jax.Array]:
-    """A function (info, host array of info.shape) -> sharded device array; each device receives its part only."""
+def make_place(mesh: Mesh) -> Callable[[ParamInfo, Callable[[Index], np.ndarray]], jax.Array]:
+    """A function (info, read) -> sharded device array; ``read(index)`` gives the part that one device needs.
 
-    def put(info: ParamInfo, host: np.ndarray) -> jax.Array:
-        assert host.shape == info.shape, (info.path, host.shape, info.shape)
-        target = sharding(mesh, info.axes)
-        return jax.make_array_from_callback(info.shape, target, lambda index: np.ascontiguousarray(host[index]))
+    Returns when the parts are on their devices, so that their host memory can be reused.
+    """
 
-    return put
+    def place(info: ParamInfo, read: Callable[[Index], np.ndarray]) -> jax.Array:
+        return jax.block_until_ready(jax.make_array_from_callback(info.shape, sharding(mesh, info.axes), read))
+
+    return place
 
 
 def random_params(table: Table, mesh: Mesh, dtype: str, seed: int) -> dict[str, jax.Array]:
@@ -70,7 +71,6 @@ def place_params(params: Mapping[str, Any], canonical: Table, table: Table, mesh
     ]
     if problems:
         raise ValueError(f"these weights don't fit the model: {'; '.join(problems)}")
-    put = make_put(mesh)
     placed = {}
     for path, info in table.items():
         value = flat[path]
@@ -79,5 +79,6 @@ def place_params(params: Mapping[str, Any], canonical: Table, table: Table, mesh
             placed[path] = jax.device_put(cast, sharding(mesh, info.axes), may_alias=False)
         else:  # heads replicated or vocabulary padded for this mesh
             host = np.asarray(value).astype(dtype)
-            placed[path] = put(info, info.assemble({s.name: s.take(host) for s in canonical[path].sources}))
+            whole = info.assemble({s.name: s.take(host) for s in canonical[path].sources})
+            placed[path] = jax.device_put(whole, sharding(mesh, info.axes))
     return placed

@@ -66,6 +66,7 @@ def test_inspect_counts_what_the_file_holds(capsys: pytest.CaptureFixture[str]) 
     kv = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 4
     assert facts["kv_bytes_per_token"] == kv
 
+    assert facts["checkpoint"] == {"format": "hf", "bytes": len(raw), "problems": []}
     assert cli.main(["inspect", str(folder)]) == 0
     assert f"{num_bytes // 4:,} parameters" in capsys.readouterr().out
 
@@ -106,3 +107,47 @@ def test_replay_and_convert_reach_their_modules(tmp_path: Path, capsys: pytest.C
     assert "agree" in capsys.readouterr().out
     assert cli.main(["convert", str(tmp_path / "absent"), str(tmp_path / "made")]) == 1
     assert not (tmp_path / "made").exists()
+
+
+def inspected(capsys: pytest.CaptureFixture[str], *options: str) -> dict:
+    status = cli.main(["inspect", *options, "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert status == (1 if facts["checkpoint"]["problems"] else 0)
+    return facts
+
+
+def test_inspect_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand for a device of 10 MB: budget - weights - a step, 1 % for the allocator, in 1/128 of the budget."""
+    folder = str(GOLDEN / "yarn_factor_4")
+    fits = inspected(capsys, folder, "--device-gb", "0.1", "--block-size", "16")["fits"]
+    assert fits["budget_bytes"] == 90_000_000
+    assert fits["weight_bytes"] == 187_712 * 4
+    assert fits["block_bytes"] == 2 * 3 * 2 * 16 * 32 * 4
+    free = 90_000_000 - fits["weight_bytes"] - fits["step_bytes"] - 900_000
+    step = 90_000_000 // 128 // fits["block_bytes"]
+    assert fits["blocks"] == free // fits["block_bytes"] // step * step
+    assert fits["tokens"] == fits["blocks"] * 16 and fits["sequences"] == fits["blocks"] // 32
+    two = inspected(capsys, folder, "--device-gb", "0.1", "--block-size", "16", "--tensor-parallel-size", "2")["fits"]
+    assert two["block_bytes"] * 2 == fits["block_bytes"] and fits["weight_bytes"] / 2 < two["weight_bytes"]
+    assert cli.main(["inspect", folder, "--device-gb", "0.02"]) == 0
+    assert "fits                        no: use a larger" in capsys.readouterr().out
+    here = inspected(capsys, folder)["fits"]
+    assert here["budget_bytes"] is None and here["blocks"] > 0
+    assert cli.main(["inspect", folder, "--tensor-parallel-size", "3"]) == 1
+    assert "tensor_parallel_size=3" in capsys.readouterr().err
+
+
+def test_inspect_says_what_is_wrong_with_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text((GOLDEN / "yarn_factor_4" / "config.json").read_text())
+    assert "holds neither" in inspected(capsys, str(folder))["checkpoint"]["problems"][0]
+    raw = (GOLDEN / "yarn_factor_4" / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(raw[:-1])
+    assert cli.main(["inspect", str(folder)]) == 1
+    assert "is truncated" in capsys.readouterr().out
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["MistralForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert cli.main(["inspect", str(folder)]) == 1
+    error = capsys.readouterr().err
+    assert "MistralForCausalLM" in error and "LlamaForCausalLM (Llama 2 and 3)" in error

@@ -105,3 +105,10 @@ def test_report_takes_the_last_row_of_a_case_and_quotes_peers(tmp_path: Path) ->
     readme.write_text("no markers")
     with pytest.raises(ValueError, match="must hold"):
         report.main(options)
+
+
+def test_convert_runs(tmp_path: Path) -> None:
+    rows = run("convert", tmp_path, "--config", "tiny", "--repeats", "1")
+    assert [row["unit"] for row in rows] == ["s", "GB/s"] * 10
+    cases = [str(row["case"]) for row in rows]
+    assert "tiny load ours cold" in cases and "tiny load safetensors warm rate" in cases

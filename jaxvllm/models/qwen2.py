@@ -1,0 +1,36 @@
+"""Qwen2 and Qwen2.5, dense (Qwen2 Technical Report, arXiv:2407.10671): a bias on queries, keys and values (on nothing
+else), and no norm on heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxvllm.config import ModelConfig
+from jaxvllm.models import dense
+from jaxvllm.models.dense import Attend, Fused, head_table, split_qkv
+from jaxvllm.models.layers import apply_rope, project
+from jaxvllm.models.params import Table
+
+__all__ = ["forward", "head_table", "param_table"]
+
+
+def param_table(config: ModelConfig, *, tp: int = 1) -> Table:
+    """See ``dense.param_table``; qkv_bias beside it."""
+    return dense.param_table(config, tp=tp, qkv_bias=True)
+
+
+def forward[Carry](params: Mapping[str, Any], config: ModelConfig, token_ids: jax.Array, positions: jax.Array,
+                   attend: Attend[Carry], carry: Carry, *, axis: str | None = None,
+                   fused: Fused[Carry] | None = None) -> tuple[jax.Array, Carry]:  # fmt: skip
+    """See ``dense.forward``."""
+
+    def qkv(i: jax.Array, layer: Mapping[str, jax.Array], y: jax.Array, cos: jax.Array, sin: jax.Array, carry: Carry
+            ) -> tuple[jax.Array, jax.Array, jax.Array, Carry]:  # fmt: skip
+        q, k, v = split_qkv(project(y, layer["qkv"]) + params["qkv_bias"][i])
+        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, carry
+
+    return dense.forward(params, config, token_ids, positions, attend, carry, qkv, axis=axis, fused=fused)
