@@ -107,7 +107,8 @@ def _vocabulary(config: ModelConfig, tp: int, path: str, name: str) -> ParamInfo
 
 
 def forward[Carry](params: Mapping[str, Any], config: ModelConfig, token_ids: jax.Array, positions: jax.Array,
-            attend: Attend[Carry], carry: Carry, qkv: QKV, *, axis: str | None = None) -> tuple[jax.Array, Carry]:  # fmt: skip
+            attend: Attend[Carry], carry: Carry, qkv: QKV, *, axis: str | None = None
+            ) -> tuple[jax.Array, Carry]:  # fmt: skip
     """token_ids [T], positions [T] int32 -> hidden states [T, H] after the last norm, and the carry.
 
     ``params`` holds this shard's part of the tree (``params.nest``); T packs the tokens of all sequences. ``carry`` is
