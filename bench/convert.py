@@ -114,7 +114,8 @@ def load(folder: Path, tp: int) -> None:
 
     config = ModelConfig.from_dir(folder)
     mesh = make_mesh(tp)
-    params = load_shards(folder, param_table(config, tp=tp), dtype=config.dtype, place=make_place(mesh))
+    params = load_shards(folder, param_table(config, tp=tp), dtype=config.dtype, place=make_place(mesh),
+                         keeps=mesh.devices.flat[0].platform == "cpu")  # fmt: skip
     jax.block_until_ready(params)
 
 

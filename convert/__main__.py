@@ -33,8 +33,12 @@ def make_parser(prog: str = PROG) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("src", metavar="SRC", help="folder with config.json and safetensors (--to hf: one of ours)")
-    parser.add_argument("dst", metavar="DST", nargs="?",
-                        help="folder to write; must not exist, except with --force; none with --verify: check SRC")  # fmt: skip
+    parser.add_argument(
+        "dst",
+        metavar="DST",
+        nargs="?",
+        help="folder to write; must not exist, except with --force. None, with --verify: check SRC",
+    )
     parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), help="cast the weights (default: as they are)")
     parser.add_argument("--to", choices=("jaxvllm", "hf"), default="jaxvllm", help="format to write")
     parser.add_argument("--force", action="store_true", help="replace the checkpoint in DST")

@@ -128,16 +128,7 @@ def _resume(work: WorkFolder, table: Table) -> tuple[dict[str, StoredParam], Fil
         try:
             new_files = parse_files(work.path, line.get("files"))
             new = parse_params(work.path, line.get("params"), new_files)
-            right = (
-                new.keys() <= table.keys()
-                and all(
-                    (work.path / name).stat().st_size == size and (not xxh3 or file_checksum(work.path / name) == xxh3)
-                    for name, (size, xxh3) in new_files.items()
-                )
-                and all(  # fmt: skip
-                    p.file is None or checksum(p.at(work.path, path).read()) == p.xxh3 for path, p in new.items()
-                )
-            )
+            right = new.keys() <= table.keys() and _as_written(work.path, new, new_files)
         except (CheckpointError, OSError):
             right, new, new_files = False, {}, {}
         if not right:
@@ -156,11 +147,19 @@ def _resume(work: WorkFolder, table: Table) -> tuple[dict[str, StoredParam], Fil
     return stored, files
 
 
+def _as_written(folder: Path, params: Mapping[str, StoredParam], files: Files) -> bool:
+    """Whether every byte of a part has its checksum."""
+    for name, (size, xxh3) in files.items():
+        if (folder / name).stat().st_size != size or (xxh3 and file_checksum(folder / name) != xxh3):
+            return False
+    return all(p.file is None or checksum(p.at(folder, path).read()) == p.xxh3 for path, p in params.items())
+
+
 def _write_parts(
     reader: HFReader, table: Table, sizes: Mapping[str, int], dtype: np.dtype | None, work: WorkFolder, number: int,
     have: set[str],
 ) -> Iterator[tuple[dict[str, StoredParam], Files]]:  # fmt: skip
-    """Reads one part while the one before it is written. ``number``: of the first part; ``have``: is written already."""
+    """Reads a part while the one before it is written. ``number``: of the first part; ``have``: is written already."""
     from jaxvllm.convert.parts import checkpointer, index_part, save_part  # orbax takes seconds to import
 
     def save(saver: Any, name: str, part: dict[str, np.ndarray]) -> tuple[dict[str, StoredParam], Files]:

@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from jaxvllm.convert.errors import CheckpointError
+from jaxvllm.convert.memory import FRESH, Memory
 
 PIECE_BYTES = 16 << 20  # what one thread reads at a time
 MIN_RUN_BYTES = 128 << 10  # a shorter run of bytes isn't worth a read of its own
@@ -96,9 +97,9 @@ class ParallelReader:
                 future.cancel()
             raise
 
-    def read(self, stored: Stored, dtype: np.dtype) -> np.ndarray:
-        """A fresh array of ``stored``'s shape, cast to ``dtype`` piece by piece."""
-        out = np.empty(stored.shape, dtype)
+    def read(self, stored: Stored, dtype: np.dtype, memory: Memory = FRESH) -> np.ndarray:
+        """An array of ``stored``'s shape, cast to ``dtype`` piece by piece."""
+        out = memory.empty(stored.shape, dtype)
         self.run(fill(stored, out))
         return out
 
@@ -112,7 +113,7 @@ def fill(stored: Stored, out: np.ndarray) -> Iterator[Callable[[], None]]:
 
 
 def fill_slice(stored: Stored, index: tuple[slice, ...], out: np.ndarray) -> Iterator[Callable[[], None]] | None:
-    """Jobs that fill ``out`` with ``stored[index]``; None when its bytes lie in runs too short to be read one by one."""
+    """Jobs that fill ``out`` with ``stored[index]``; None when its bytes lie in runs too short to be read."""
     starts = [s.start or 0 for s in index]
     whole = len(out.shape)  # axes from here on are read whole
     while whole > 0 and out.shape[whole - 1] == stored.shape[whole - 1]:

@@ -17,6 +17,7 @@ from jaxvllm.convert.checkpoint import OurReader
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.hf import HFReader, check_folder
 from jaxvllm.convert.manifest import MANIFEST
+from jaxvllm.convert.memory import FRESH, Memory
 from jaxvllm.convert.progress import ByteBar
 from jaxvllm.convert.tables import host_dtype
 from jaxvllm.models.params import Index, ParamInfo, Table
@@ -37,12 +38,12 @@ class Reader(AbstractContextManager[Any], Protocol):
         """Everything that keeps this checkpoint from filling ``table``."""
         ...
 
-    def read(self, info: ParamInfo, dtype: np.dtype | None = None) -> np.ndarray:
-        """One parameter of a table without problems, in host memory that belongs to the caller."""
+    def read(self, info: ParamInfo, dtype: np.dtype | None = None, memory: Memory = FRESH) -> np.ndarray:
+        """One parameter of a table without problems, in host memory from ``memory``."""
         ...
 
-    def shards(self, info: ParamInfo, dtype: np.dtype) -> ReadPart:
-        """A function index -> that part of the parameter, contiguous, in memory that may be kept."""
+    def shards(self, info: ParamInfo, dtype: np.dtype, memory: Memory = FRESH) -> ReadPart:
+        """A function index -> that part of the parameter, contiguous, in memory from ``memory``."""
         ...
 
 
@@ -93,26 +94,28 @@ def load_shards[Placed](
     *,
     dtype: DTypeLike,
     place: Callable[[ParamInfo, ReadPart], Placed],
+    keeps: bool = True,
 ) -> dict[str, Placed]:
     """{path: place(info, read)} for every parameter of ``table`` (the family's, at any tp), in its order.
 
     dtype: what each parameter is cast to (round to nearest even), a name or a numpy or jax type. place: asks
-    ``read(index)`` for the parts it wants and returns when they are transferred; it is called from several threads. A
-    part isn't used afterwards, so it may be kept or aliased. Both formats give identical parts. Host memory: the
-    parameters on their way, at most one or 768 MB together, plus one part.
+    ``read(index)`` for the parts it wants and returns when they are transferred; it is called from several threads.
+    keeps: whether a part may still be used (aliased by a CPU array) when ``place`` has returned; where it isn't, its
+    memory is used again. Both formats give identical parts. Host memory: the parameters on their way, at most one or
+    768 MB together, plus one part.
 
     Raises CheckpointError, before the first ``place``, with everything missing, unused, mis-shaped or damaged.
     """
     wanted = host_dtype(dtype)
     costs = {path: info.size * wanted.itemsize for path, info in table.items()}
-    room = _Room(MEMORY_BYTES)
+    room, memory = _Room(MEMORY_BYTES), FRESH if keeps else Memory(MEMORY_BYTES)
     with open_checkpoint(path) as reader:
         check(reader, table)
         with ByteBar("Loading", sum(costs.values())) as bar, ThreadPoolExecutor(WORKERS, "load") as pool:
 
             def one(info: ParamInfo) -> Placed:
-                with room.taken(costs[info.path]):
-                    placed = place(info, reader.shards(info, wanted))
+                with room.taken(costs[info.path]), memory.one_parameter():
+                    placed = place(info, reader.shards(info, wanted, memory))
                 bar.add(costs[info.path])
                 return placed
 

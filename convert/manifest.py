@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def _overlaps(params: Mapping[str, StoredParam]) -> list[str]:
     placed = sorted((p.file, p.offset, p.num_bytes, name) for name, p in params.items() if p.file is not None)
     return [
         f"{MANIFEST}: parameters {before[3]!r} and {after[3]!r} overlap in {after[0]}"
-        for before, after in zip(placed, placed[1:], strict=False)
+        for before, after in pairwise(placed)
         if before[0] == after[0] and before[1] + before[2] > after[1]
     ]
 

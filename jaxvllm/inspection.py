@@ -74,10 +74,7 @@ def what_fits(config: ModelConfig, engine: EngineConfig, device_bytes: int | Non
         found = jax.local_devices()[0]
         device, stats = found.device_kind, found.memory_stats()
         budget = device_budget(engine, stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
-    if budget is None:
-        blocks = host_blocks(engine, block)
-    else:
-        blocks = blocks_that_fit(budget, weights, transient, block)
+    blocks = host_blocks(engine, block) if budget is None else blocks_that_fit(budget, weights, transient, block)
     return {
         "device": device,
         "tensor_parallel_size": tp,

@@ -111,7 +111,8 @@ def load(path: Path | None, table: tables.Table, mesh: Any, engine: EngineConfig
         return random_params(table, mesh, engine.dtype, engine.seed)
     from jaxvllm.convert import load_shards
 
-    return load_shards(path, table, dtype=engine.dtype, place=make_place(mesh))
+    on_host = mesh.devices.flat[0].platform == "cpu"  # its arrays may alias what was read
+    return load_shards(path, table, dtype=engine.dtype, place=make_place(mesh), keeps=on_host)
 
 
 def update_weights(executor: Executor, params: Mapping[str, Any]) -> None:

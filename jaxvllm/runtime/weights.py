@@ -26,7 +26,11 @@ def make_place(mesh: Mesh) -> Callable[[ParamInfo, Callable[[Index], np.ndarray]
     """
 
     def place(info: ParamInfo, read: Callable[[Index], np.ndarray]) -> jax.Array:
-        return jax.block_until_ready(jax.make_array_from_callback(info.shape, sharding(mesh, info.axes), read))
+        def part(index: Index | None) -> np.ndarray:
+            assert index is not None
+            return read(index)
+
+        return jax.block_until_ready(jax.make_array_from_callback(info.shape, sharding(mesh, info.axes), part))
 
     return place
 

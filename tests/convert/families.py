@@ -82,7 +82,7 @@ def random_tensors(config: dict[str, Any], random: np.random.Generator) -> dict[
 
 def inverse_frequencies(config: dict[str, Any]) -> np.ndarray:
     """Llama 3.1's scaling by wavelengths, as its authors' code has it (llama-models, `apply_scaling`)."""
-    rope = {"rope_theta": config.get("rope_theta")} | (config.get("rope_scaling") or {})
+    rope: dict[str, Any] = {"rope_theta": config.get("rope_theta")} | (config.get("rope_scaling") or {})
     rope |= config.get("rope_parameters") or {}
     dim = head_dim_of(config)
     plain = rope["rope_theta"] ** (-np.arange(0, dim, 2) / dim)

@@ -195,7 +195,7 @@ def test_a_manifest_that_differs_from_the_data(ours: Path) -> None:
     manifest = json.loads((ours / "manifest.json").read_text())
     manifest["params"]["embed"]["dtype"] = "bfloat16"
     (ours / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="parameter embed in .* differs from its checksum"):
+    with pytest.raises(CheckpointError, match=r"parameter embed in .* differs from its checksum"):
         verify_checkpoint(ours)  # half of its bytes
     (ours / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match="can't be read as JSON"):

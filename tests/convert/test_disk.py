@@ -65,7 +65,7 @@ def test_a_disk_that_fills_up_meanwhile(
     convert_checkpoint(SOURCE, tmp_path / "ours")
     (small_disk / "other").write_bytes(bytes(filled))
     for write, source in ((convert_checkpoint, SOURCE), (export_hf, tmp_path / "ours")):
-        with pytest.raises(CheckpointError, match="can't be written: No space left.*nothing is left of it"):
+        with pytest.raises(CheckpointError, match=r"can't be written: No space left.*nothing is left of it"):
             write(source, small_disk / "target")
         assert [p.name for p in small_disk.iterdir()] == ["other"]
     (small_disk / "other").unlink()
@@ -78,7 +78,7 @@ def test_a_read_only_disk(tmp_path: Path) -> None:
     folder.mkdir()
     mount(folder, "ro,size=1m")
     try:
-        with pytest.raises(CheckpointError, match="can't be written: Read-only file system.*nothing is left of it"):
+        with pytest.raises(CheckpointError, match=r"can't be written: Read-only file system.*nothing is left of it"):
             convert_checkpoint(SOURCE, folder / "ours")
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)

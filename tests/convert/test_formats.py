@@ -15,7 +15,16 @@ import safetensors.flax
 from safetensors.numpy import save_file
 
 from jaxvllm.config import ModelConfig
-from jaxvllm.convert import convert_checkpoint, detect, export_hf, load_params, open_checkpoint, verify_table
+from jaxvllm.convert import (
+    convert_checkpoint,
+    detect,
+    export_hf,
+    load_params,
+    load_shards,
+    open_checkpoint,
+    verify_table,
+)
+from jaxvllm.convert.load import ReadPart
 from jaxvllm.models.params import ParamInfo
 from jaxvllm.models.qwen3 import param_table
 from tests.convert import helpers
@@ -146,6 +155,36 @@ def test_mixed_dtypes_are_stored_in_the_widest_of_a_parameter(tmp_path: Path) ->
     oracle = expected_params(exact, config, 1)
     loaded = load_params(tmp_path / "ours", param_table(config), dtype="float32", put=keep)
     assert [p for p in oracle if not same_bits(loaded[p], oracle[p])] == []
+
+
+@pytest.mark.parametrize("form", ["hf", "ours"])
+def test_memory_is_used_again_only_when_it_may(converted: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """With keeps=False many parameters share few buffers; what place copied out of them is right at any tp."""
+    monkeypatch.setattr("jaxvllm.convert.memory.SMALL_BYTES", 1000)
+    name = "mqa_one_kv_head_odd_vocab"
+    folder = (GOLDEN_DIR if form == "hf" else converted) / name
+    config = ModelConfig.from_dir(folder)
+    for tp in (1, 4):
+        oracle = expected_params(hf_tensors(GOLDEN_DIR / name), config, tp)
+        addresses = []
+
+        def place(info: ParamInfo, read: ReadPart, tp: int = tp, addresses: list = addresses) -> np.ndarray:
+            axis = info.axes.index("tp") if "tp" in info.axes else 0
+            ends = [n // (tp if i == axis and "tp" in info.axes else 1) for i, n in enumerate(info.shape)]
+            parts = []
+            for shard in range(info.shape[axis] // ends[axis]):
+                index = tuple(
+                    slice(shard * n, (shard + 1) * n) if i == axis else slice(None) for i, n in enumerate(ends)
+                )
+                part = read(index)
+                assert part.flags.c_contiguous
+                addresses.append(part.ctypes.data)
+                parts.append(part.copy())
+            return np.concatenate(parts, axis)
+
+        loaded = load_shards(folder, param_table(config, tp=tp), dtype="float32", place=place, keeps=False)
+        assert [p for p in oracle if not same_bits(loaded[p], oracle[p])] == []
+        assert len(set(addresses)) < len(addresses)
 
 
 def test_put_may_shard(converted: Path) -> None:

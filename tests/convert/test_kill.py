@@ -1,4 +1,4 @@
-"""A conversion that is killed at a random moment: nothing or a whole checkpoint under the name, and the next run ends it.
+"""A conversion that is killed at a random moment: nothing or a whole one under the name, and the next run ends it.
 
 Each round starts from what the one before left: sometimes nothing, sometimes the folder of one or several killed runs.
 """

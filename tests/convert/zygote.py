@@ -1,6 +1,6 @@
 """A process that has imported everything and forks a conversion for each line it reads, to be killed: 0.2 s a round.
 
-A line is JSON {to, src, dst, part_bytes, delay}: the child is killed with SIGKILL after ``delay`` seconds (null: never).
+A line is JSON {to, src, dst, force, part_bytes, delay}: the child gets SIGKILL after ``delay`` seconds (null: never).
 Answers with JSON {killed, status, seconds}. Nothing in it has started a thread or a backend before it forks.
 """
 
