@@ -14,7 +14,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -199,16 +199,7 @@ class Engine(Recordable):
 
         That is the name of the backend that runs the decode attention ("xla" where "auto" or "triton" gave way).
         """
-        scheduler = self._scheduler
-        stats: dict[str, Any] = {"steps": scheduler.counters.steps, **asdict(scheduler.counters)}
-        stats["num_waiting"], stats["num_running"] = scheduler.num_waiting, scheduler.num_running
-        stats["num_blocks"], stats["blocks_free"] = scheduler.pool.num_blocks, scheduler.pool.num_free
-        stats["attention_backend"] = self._executor.backends.decode_attention
-        stats["compiles"] = self._executor.num_compiles
-        stats["compiles_after_warmup"] = self._executor.compiles_after_warmup
-        stats["compile_seconds"] = round(self._executor.compile_seconds, 3)
-        stats["start_seconds"] = round(self.start_seconds, 3)
-        return stats
+        return startup.stats(self._scheduler, self._executor, self.start_seconds)
 
     def reset_prefix_cache(self) -> None:
         """Forgets what blocks hold (after the weights changed); running requests keep their own blocks."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,19 @@ def update_weights(executor: Executor, params: Mapping[str, Any]) -> None:
     assert executor.engine.dtype is not None
     placed = place_params(params, canonical, table, executor.mesh, executor.engine.dtype)
     executor.params = tables.nest(placed)
+
+
+def stats(scheduler: Scheduler, executor: Executor, start_seconds: float) -> dict[str, Any]:
+    """``Engine.stats``."""
+    stats: dict[str, Any] = {"steps": scheduler.counters.steps, **asdict(scheduler.counters)}
+    stats["num_waiting"], stats["num_running"] = scheduler.num_waiting, scheduler.num_running
+    stats["num_blocks"], stats["blocks_free"] = scheduler.pool.num_blocks, scheduler.pool.num_free
+    stats["attention_backend"] = executor.backends.decode_attention
+    stats["compiles"] = executor.num_compiles
+    stats["compiles_after_warmup"] = executor.compiles_after_warmup
+    stats["compile_seconds"] = round(executor.compile_seconds, 3)
+    stats["start_seconds"] = round(start_seconds, 3)
+    return stats
 
 
 def prepare_backend(engine: EngineConfig) -> None:
