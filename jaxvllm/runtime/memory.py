@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import jax
 from jax.sharding import Mesh
 
 from jaxvllm.config import DTYPE_BYTES, ConfigError, EngineConfig, ModelConfig, backend_memory_fraction
@@ -37,7 +38,7 @@ def choose_num_blocks(executor: Executor, buckets: Sequence[Bucket]) -> int:
         return host_blocks(engine, block_bytes)
     budget = device_budget(engine, stats["bytes_limit"])
     used = max(device_bytes_in_use(mesh))
-    transient = transient_bytes(executor, buckets)
+    transient = max(transient_bytes(executor, buckets), tuning_bytes(executor))
     blocks = blocks_that_fit(budget, used, transient, block_bytes)
     logger.info(
         "KV cache: %d blocks of %d tokens (%.2f GB) = budget %.2f GB - used %.2f GB - transient %.2f GB",
@@ -96,6 +97,12 @@ def blocks_that_fit(budget: int, used: int, transient: int, block_bytes: int) ->
 def device_bytes_in_use(mesh: Mesh) -> list[int]:
     """Bytes allocated now on each local device of the mesh."""
     return [(device.memory_stats() or {}).get("bytes_in_use", 0) for device in mesh.devices.flat]
+
+
+def tuning_bytes(executor: Executor) -> int:
+    """Room to compile beside a full pool (``Engine.score``'s first use): XLA times GEMMs on buffers of real sizes."""
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(executor.params)) // executor.mesh.size
+    return largest * 3 // 2 + (512 << 20)
 
 
 def transient_bytes(executor: Executor, buckets: Sequence[Bucket]) -> int:
