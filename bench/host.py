@@ -29,7 +29,7 @@ def make_scheduler(args: argparse.Namespace) -> Scheduler:
         block_size=args.block_size,
         num_blocks=num_blocks,
         max_num_seqs=args.running,
-        max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, args.running),
+        max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, 2 * args.running),
         max_model_len=MAX_MODEL_LEN,
         max_running=args.running,
         scheduling_policy=args.scheduling_policy,
@@ -39,7 +39,7 @@ def make_scheduler(args: argparse.Namespace) -> Scheduler:
     for n in range(args.running):
         prompt = rng.integers(0, 10000, args.prompt_len, dtype=np.int32)
         scheduler.add(Request.create(str(n), n, prompt, params, model_eos=(), engine_seed=0))
-    while scheduler.num_waiting:
+    while scheduler.num_waiting or not scheduler.rows.decoding[scheduler.runnable_rows()].all():
         step = scheduler.schedule()
         assert step is not None
         scheduler.commit(step, np.ones(len(step.requests), np.int32))
@@ -49,7 +49,7 @@ def make_scheduler(args: argparse.Namespace) -> Scheduler:
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Median microseconds of each part, and of their sum in a step ("total")."""
     scheduler = make_scheduler(args)
-    token_sizes = default_token_sizes(max(MAX_NUM_BATCHED_TOKENS, args.running))
+    token_sizes = default_token_sizes(max(MAX_NUM_BATCHED_TOKENS, 2 * args.running))
     table = BucketTable(default_decode_sizes(args.running), token_sizes, args.running)
     num_slots = args.running * MAX_MODEL_LEN
     times = []

@@ -182,11 +182,12 @@ def test_who_cannot_go_now_is_skipped_while_it_waits():
     loop = loop_of(num_blocks=4, max_num_batched_tokens=32)
     a, b = add(loop, make_request(0, [1] * 7, max_tokens=8), make_request(1, [2] * 7, max_tokens=8))
     scheduler = loop.scheduler
-    steps = [scheduler.schedule(), scheduler.schedule()]
+    steps: list[Any] = [scheduler.schedule(), scheduler.schedule()]
     scheduler.commit(steps[0], np.array([10, 20]))
-    assert scheduler.schedule().requests == [a]  # A takes B's block; B's second token is in flight
+    steps.append(scheduler.schedule())
+    assert steps[2].requests == [a]  # A takes B's block; B's second token is in flight
     (newcomer,) = add(loop, make_request(2, [3] * 2, max_tokens=1))
-    step = scheduler.schedule()
+    step: Any = scheduler.schedule()
     assert step.requests == [a, newcomer]
     assert list(scheduler.waiting) == [b]
 

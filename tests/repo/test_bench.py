@@ -57,6 +57,31 @@ def test_host_runs_without_a_device(tmp_path: Path) -> None:
     assert [row["case"].rpartition(" ")[2] for row in rows] == ["schedule", "fill", "commit", "total"]  # type: ignore[attr-defined]
 
 
+def test_simulate_runs_without_a_device(tmp_path: Path) -> None:
+    options = [
+        "--requests",
+        "60",
+        "--prompt-len",
+        "100",
+        "--output-len",
+        "20",
+        "--long-len",
+        "3000",
+        "--long-every",
+        "0.2",
+    ]
+    options += ["--token-budgets", "256,512", "--num-blocks", "300", "--arrivals", "bursty"]
+    command = [sys.executable, "-m", "bench.simulate", *options, "--out", str(tmp_path), "--commit", "abc"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    rows = [json.loads(line) for line in (tmp_path / "simulate.jsonl").read_text().splitlines()]
+    values = {row["case"]: row["value"] for row in rows}
+    assert len(values) == len(rows) == 1 + 3 * 11
+    longest = [values[f"{case}, longest gap"] for case in
+               ("prefill_first budget 8192", "running_first budget 512", "running_first budget 256")]  # fmt: skip
+    assert longest == sorted(longest, reverse=True)
+    assert longest[0] > 2 * longest[1]
+
+
 def test_ceilings_run_anywhere(tmp_path: Path) -> None:
     assert [row["unit"] for row in run("ceilings", tmp_path, "--repeats", "1")] == ["TB/s", "TB/s", "TFLOP/s"]
 
