@@ -154,8 +154,8 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _union_of_ids(*values: int | Iterable[int] | None) -> tuple[int, ...]:
     ids: list[int] = []
     for value in values:
-        for one in [value] if isinstance(value, int) else (value or ()):
-            if not _is_int(one):
+        for one in value if isinstance(value, list | tuple) else [] if value is None else [value]:
+            if not _is_int(one) or one < 0:
                 raise ConfigError(f"eos_token_id={value!r} must be a token id or a list of them")
             if one not in ids:
                 ids.append(one)
@@ -196,9 +196,12 @@ class EngineConfig:
         problems = []
         for name in ("tensor_parallel_size", "block_size", "max_num_seqs", "max_num_batched_tokens"):
             _check_int(problems, name, getattr(self, name), 1)
-        for name in ("num_blocks", "max_model_len"):
+        for name, low in (("num_blocks", 1), ("max_model_len", 2)):  # 2: a prompt token and an output token
             if getattr(self, name) is not None:
-                _check_int(problems, name, getattr(self, name), 1)
+                _check_int(problems, name, getattr(self, name), low)
+        for name in ("enable_prefix_caching", "warmup"):
+            if not isinstance(getattr(self, name), bool):
+                problems.append(f"{name}={getattr(self, name)!r} must be True or False")
         _check_int(problems, "async_steps", self.async_steps, 0)
         _check_int(problems, "seed", self.seed, 0)
         if not _is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -107,6 +108,7 @@ class Engine(Recordable):
         self._record_path = record
         if record is not None:
             self.start_recording()
+        self._lock = threading.RLock()  # one caller at a time: other threads wait
         self.start_seconds = time.perf_counter() - started
 
     def generate(self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -122,25 +124,27 @@ class Engine(Recordable):
         """
         self._check_open()
         parsed = parse_prompts(prompts, self._encode, self.model_config.vocab_size)
-        params = parse_params(sampling_params, len(parsed))
+        params = parse_params(sampling_params, len(parsed), self.model_config.vocab_size)
         priorities = parse_priorities(priority, len(parsed))
         mine: list[Tracked] = []
-        try:
-            for prompt, one, urgency in zip(parsed, params, priorities, strict=True):
-                mine.append(self._add(prompt, one, urgency, request_id=None, online=False))
-            with Progress(len(mine), self._scheduler.counters, enabled=use_tqdm) as progress:
-                waiting = {tracked.request.request_id for tracked in mine}
-                while waiting and self._scheduler.has_unfinished():
-                    for request in self._advance():
-                        if request.request_id in waiting:
-                            waiting.discard(request.request_id)
-                            progress.finished_one()
-                    progress.show(self._scheduler.counters)
-            return [tracked.output() for tracked in mine]
-        finally:  # an error or an interrupt leaves nothing of this call behind
-            for tracked in mine:
-                self._scheduler.abort(tracked.request.request_id)
-                self._tracked.pop(tracked.request.request_id, None)
+        with self._lock, deferred_interrupts() as interrupts:
+            try:
+                for prompt, one, urgency in zip(parsed, params, priorities, strict=True):
+                    mine.append(self._add(prompt, one, urgency, request_id=None, online=False))
+                with Progress(len(mine), self._scheduler.counters, enabled=use_tqdm) as progress:
+                    waiting = {tracked.request.request_id for tracked in mine}
+                    while waiting and self._scheduler.has_unfinished():
+                        for request in self._advance():
+                            if request.request_id in waiting:
+                                waiting.discard(request.request_id)
+                                progress.finished_one()
+                        progress.show(self._scheduler.counters)
+                        interrupts.deliver()
+                return [tracked.output() for tracked in mine]
+            finally:  # an error or an interrupt leaves nothing of this call behind
+                for tracked in mine:
+                    self._scheduler.abort(tracked.request.request_id)
+                    self._tracked.pop(tracked.request.request_id, None)
 
     def score(self, token_ids: Any) -> np.ndarray:
         """Teacher-forced log-probabilities of one sequence, through the same forward and paged cache.
@@ -151,7 +155,8 @@ class Engine(Recordable):
         """
         self._check_open()
         ids = parse_prompt(token_ids, self._encode, self.model_config.vocab_size, "token_ids").token_ids
-        return startup.score(self._executor, self._scheduler, self.buckets, self.config, ids)
+        with self._lock, deferred_interrupts() as interrupts:
+            return startup.score(self._executor, self._scheduler, self.buckets, self.config, ids, interrupts.deliver)
 
     def add_request(self, prompt: Any, sampling_params: SamplingParams | None = None, *,
                     request_id: str | None = None, priority: int = 0) -> str:  # fmt: skip
@@ -163,33 +168,38 @@ class Engine(Recordable):
         """
         self._check_open()
         if request_id is not None and not isinstance(request_id, str):
-            raise ValueError(f"request_id={request_id!r} must be a string, or None for a new one")
-        if request_id is not None and request_id in self._tracked:
-            raise ValueError(f"request_id={request_id!r} is in use: wait for its end, abort it, or take another id")
+            raise ValueError(f"request_id={request_id!r} is a {type(request_id).__name__}; give a string or None")
         parsed = parse_prompt(prompt, self._encode, self.model_config.vocab_size, "prompt")
-        params = parse_params(sampling_params, 1)[0]
+        params = parse_params(sampling_params, 1, self.model_config.vocab_size)[0]
         urgency = parse_priorities(priority, 1)[0]
-        return self._add(parsed, params, urgency, request_id=request_id, online=True).request.request_id
+        with self._lock, deferred_interrupts():
+            if request_id is not None and request_id in self._tracked:
+                raise ValueError(f"request_id={request_id!r} is in use: wait for its end, abort it, or take another id")
+            return self._add(parsed, params, urgency, request_id=request_id, online=True).request.request_id
 
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns the requests with new tokens or an end, each with all its tokens so far."""
         self._check_open()
-        if self._scheduler.has_unfinished() or self._in_flight:
-            self._advance()
-        changed, self._changed = self._changed, {}
-        outputs = [tracked.output() for tracked in changed.values()]
-        for output in outputs:
-            if output.finished and self._tracked.pop(output.request_id, None) is not None:
-                self._num_online -= 1
-        return outputs
+        with self._lock, deferred_interrupts() as interrupts:
+            if self._scheduler.has_unfinished() or self._in_flight:
+                self._advance()
+            interrupts.deliver()  # before the news is handed out: the next step still has it
+            outputs = [tracked.output() for tracked in self._changed.values()]
+            if not interrupts:  # else nobody receives them
+                self._changed = {}
+                for output in outputs:
+                    if output.finished and self._tracked.pop(output.request_id, None) is not None:
+                        self._num_online -= 1
+            return outputs
 
     def abort_request(self, request_id: str) -> None:
         """Ends a request wherever it stands and frees its blocks; ``step`` returns it once more with "abort".
 
         An unknown or finished id is a no-op.
         """
-        if self._scheduler.abort(request_id) is not None and self._tracked[request_id].online:
-            self._changed[request_id] = self._tracked[request_id]
+        with self._lock, deferred_interrupts():
+            if self._scheduler.abort(request_id) is not None and self._tracked[request_id].online:
+                self._changed[request_id] = self._tracked[request_id]
 
     def has_unfinished_requests(self) -> bool:
         return self._scheduler.has_unfinished() or bool(self._changed)
@@ -215,20 +225,15 @@ class Engine(Recordable):
         Raises ValueError that lists every parameter that doesn't fit, RuntimeError while requests are unfinished.
         """
         self._check_open()
-        if self._scheduler.has_unfinished():
-            raise RuntimeError(
-                f"{self._scheduler.num_waiting + self._scheduler.num_running} requests are unfinished and hold cache "
-                "entries of the old weights: let them end or abort them before update_weights"
-            )
-        startup.update_weights(self._executor, params)
-        self._scheduler.reset_prefix_cache()
+        with self._lock, deferred_interrupts():
+            startup.update_weights(self._executor, self._scheduler, params)
 
     def close(self) -> None:
         """Gives the device memory back; any later call raises RuntimeError."""
-        if not self._closed:
-            self._closed = "the engine is closed"
-            if self._record_path is not None and self._recorder is not None:
+        with self._lock, deferred_interrupts():
+            if self._record_path is not None and self._recorder is not None and not self._closed:
                 self._recorder.write(self._record_path)
+            self._closed = self._closed or "the engine is closed"  # an earlier error stays the reason
             self._in_flight.clear()
             self._executor.close()
 
@@ -241,26 +246,20 @@ class Engine(Recordable):
     # The loop
 
     def _advance(self) -> list[Request]:
-        """Schedules and dispatches one step, then commits the oldest one in flight; returns who finished.
-
-        Ctrl-C takes effect while it waits for the device, with every step either wholly dispatched or not at all.
-        """
+        """Schedules and dispatches one step, then commits the oldest one in flight; returns who finished."""
         try:
-            with deferred_interrupts():
-                step = self._scheduler.schedule()
-                if step is not None:
-                    bucket = self.buckets.pick(step)
-                    buffer = fill_plan(step, self._scheduler, self._executor.layout(bucket))
-                    self._in_flight.append((step, self._executor.dispatch(bucket, buffer)))
+            step = self._scheduler.schedule()
+            if step is not None:
+                bucket = self.buckets.pick(step)
+                buffer = fill_plan(step, self._scheduler, self._executor.layout(bucket))
+                self._in_flight.append((step, self._executor.dispatch(bucket, buffer)))
             finished: list[Request] = []
             keep = self.config.async_steps if step is not None else 0
             while len(self._in_flight) > keep:
-                tokens = self._in_flight[0][1].result()  # waits
-                with deferred_interrupts():
-                    step, _ = self._in_flight.popleft()
-                    finished += self._commit(step, tokens[: len(step.requests)])
+                step, handle = self._in_flight.popleft()
+                finished += self._commit(step, handle.result()[: len(step.requests)])  # waits
             return finished
-        except Exception as error:
+        except BaseException as error:  # also an exit out of a signal handler: the books may be half written
             self._closed = f"the engine stopped at an earlier error: {error}"
             raise
 
@@ -269,7 +268,8 @@ class Engine(Recordable):
         if self._num_online:
             for request, samples in zip(step.requests, step.samples.tolist(), strict=True):
                 tracked = self._tracked.get(request.request_id)
-                if samples and tracked is not None and tracked.online:
+                # the id may be another request's by now: this one was aborted, and its token comes too late
+                if samples and tracked is not None and tracked.online and tracked.request is request:
                     self._changed[request.request_id] = tracked
         return finished
 

@@ -22,6 +22,9 @@ class Prompt:
     token_ids: np.ndarray
 
 
+_NOT_PROMPTS = (bytes, bytearray, memoryview, dict, set, frozenset)  # iterable, but not a sequence of ids
+
+
 def is_single(prompts: Any) -> bool:
     """Whether this is one prompt (a string, one list or 1-d array of ids) and not a list of prompts."""
     if isinstance(prompts, str):
@@ -38,7 +41,7 @@ def parse_prompts(prompts: Any, encode: Callable[[str], Sequence[int]] | None, v
     """
     if is_single(prompts):
         return [parse_prompt(prompts, encode, vocab_size, "prompt")]
-    if isinstance(prompts, dict | bytes) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, _NOT_PROMPTS) or not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) == 0:
         raise ValueError(
             f"prompts is a {type(prompts).__name__}; give a string, a list of token ids, or a list of either"
         )
@@ -54,12 +57,12 @@ def parse_prompt(prompt: Any, encode: Callable[[str], Sequence[int]] | None, voc
         if ids.size == 0:
             raise ValueError(f"{name} is empty after tokenization; a prompt needs at least one token")
         return Prompt(prompt, _check_ids(ids, vocab_size, name))
-    if isinstance(prompt, bytes | dict) or not (isinstance(prompt, Iterable) or hasattr(prompt, "__array__")):
+    if isinstance(prompt, _NOT_PROMPTS) or not (isinstance(prompt, Iterable) or hasattr(prompt, "__array__")):
         raise ValueError(f"{name} is a {type(prompt).__name__}; give a string or a list of token ids")
-    values = prompt if hasattr(prompt, "__array__") else list(prompt)
     try:
+        values = prompt if hasattr(prompt, "__array__") else list(prompt)
         ids = np.asarray(values)
-    except (ValueError, TypeError, OverflowError) as error:
+    except Exception as error:  # whatever the caller's object raises: a deleted jax array, a broken iterator
         raise ValueError(f"{name} isn't a flat list of token ids: {error}") from error
     if ids.size == 0:
         raise ValueError(f"{name} is empty; a prompt needs at least one token")
@@ -79,20 +82,28 @@ def _check_ids(ids: np.ndarray, vocab_size: int, name: str) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def parse_params(params: Any, count: int) -> list[SamplingParams]:
+def parse_params(params: Any, count: int, vocab_size: int) -> list[SamplingParams]:
     """One SamplingParams for all prompts, one each, or None for the defaults."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
+        _check_stop_ids(params, vocab_size, "sampling_params")
         return [params] * count
     if not isinstance(params, Sequence) or isinstance(params, str | bytes):
         raise ValueError(f"sampling_params is a {type(params).__name__}; give a SamplingParams or a list of them")
     for i, one in enumerate(params):
         if not isinstance(one, SamplingParams):
             raise ValueError(f"sampling_params[{i}] is a {type(one).__name__}, not a SamplingParams")
+        _check_stop_ids(one, vocab_size, f"sampling_params[{i}]")
     if len(params) != count:
         raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one, or one for each")
     return list(params)
+
+
+def _check_stop_ids(params: SamplingParams, vocab_size: int, name: str) -> None:
+    bad = [token for token in params.stop_token_ids if token >= vocab_size]
+    if bad:
+        raise ValueError(f"{name}: stop_token_ids {bad} are no token ids: ids go from 0 to {vocab_size - 1}")
 
 
 def parse_priorities(priority: Any, count: int) -> list[int]:

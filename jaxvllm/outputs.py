@@ -70,8 +70,7 @@ class RequestOutput:
     prompt_token_ids: what the model read.
     outputs: its completions, at least one.
     finished: no more tokens will come.
-    num_cached_tokens: prompt tokens that the prefix cache held at the first admission; 0 for a request that was
-        never admitted.
+    num_cached_tokens: prompt tokens that the prefix cache held at the first admission; None before it.
     metrics: when it arrived, was admitted, had its first token and its end; preemptions.
     """
 

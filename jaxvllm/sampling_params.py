@@ -68,7 +68,10 @@ def _integer(name: str, value: Any) -> int:
 def _temperature(value: Any) -> float:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise ValueError(f"temperature={value!r} must be a number, not {type(value).__name__}")
-    temperature = float(value)
+    try:
+        temperature = float(value)
+    except OverflowError:
+        temperature = math.inf
     # The device holds it as float32: what overflows there is not finite either.
     if not math.isfinite(temperature) or not 0 <= temperature <= float(np.finfo(np.float32).max):
         raise ValueError(f"temperature={temperature} must be finite and at least 0; 0 is greedy decoding")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -116,13 +116,19 @@ def load(path: Path | None, table: tables.Table, mesh: Any, engine: EngineConfig
     return load_shards(path, table, dtype=engine.dtype, place=make_place(mesh), keeps=on_host)
 
 
-def update_weights(executor: Executor, params: Mapping[str, Any]) -> None:
+def update_weights(executor: Executor, scheduler: Scheduler, params: Mapping[str, Any]) -> None:
     """``Engine.update_weights``: checked and placed as a whole before the old weights go."""
+    if scheduler.has_unfinished():
+        raise RuntimeError(
+            f"{scheduler.num_waiting + scheduler.num_running} requests are unfinished and hold cache entries of the "
+            "old weights: let them end or abort them before update_weights"
+        )
     canonical = param_table(executor.model)
     table = param_table(executor.model, tp=executor.mesh.size)
     assert executor.engine.dtype is not None
     placed = place_params(params, canonical, table, executor.mesh, executor.engine.dtype)
     executor.params = tables.nest(placed)
+    scheduler.reset_prefix_cache()
 
 
 def stats(scheduler: Scheduler, executor: Executor, start_seconds: float) -> dict[str, Any]:
@@ -151,7 +157,7 @@ def prepare_backend(engine: EngineConfig) -> None:
 
 
 def score(executor: Executor, scheduler: Scheduler, buckets: BucketTable, engine: EngineConfig,
-          ids: np.ndarray) -> np.ndarray:  # fmt: skip
+          ids: np.ndarray, between_chunks: Callable[[], None]) -> np.ndarray:  # fmt: skip
     """``Engine.score``: ids int32 [n] in chunks of the token budget over borrowed blocks; float32 [n - 1]."""
     assert engine.max_model_len is not None
     if not 2 <= ids.size <= engine.max_model_len:
@@ -160,18 +166,19 @@ def score(executor: Executor, scheduler: Scheduler, buckets: BucketTable, engine
             "split the text, or raise max_model_len"
         )
     size = engine.block_size
-    needed = -(-ids.size // size)
+    inputs = ids[:-1]  # the last id is only a target: it needs no slot
+    needed = -(-inputs.size // size)
     if needed > scheduler.pool.num_free:
         raise ValueError(
-            f"scoring {ids.size} tokens needs {needed} free blocks, but {scheduler.pool.num_free} are free: "
+            f"scoring {ids.size} ids needs {needed} free blocks, but {scheduler.pool.num_free} are free: "
             "let running requests finish, or raise num_blocks"
         )
     blocks = scheduler.pool.take(needed)
     try:
         table = np.asarray(blocks, np.int32)
         parts = []
-        for start in range(0, ids.size, engine.max_num_batched_tokens):
-            chunk = ids[start : start + engine.max_num_batched_tokens]
+        for start in range(0, inputs.size, engine.max_num_batched_tokens):
+            chunk = inputs[start : start + engine.max_num_batched_tokens]
             bucket = buckets.fit("ragged", chunk.size)
             layout = executor.layout(bucket)
             buffer = layout.empty()
@@ -188,9 +195,9 @@ def score(executor: Executor, scheduler: Scheduler, buckets: BucketTable, engine
             plan.tile_seq[: tiles.size] = 0
             plan.tile_start[: tiles.size] = tiles
             targets = np.zeros(bucket.num_tokens, np.int32)
-            following = ids[start + 1 : start + 1 + chunk.size]
-            targets[: following.size] = following
+            targets[: chunk.size] = ids[start + 1 : start + 1 + chunk.size]
             parts.append(executor.score(bucket, buffer, targets)[: chunk.size])
-        return np.concatenate(parts)[: ids.size - 1]
+            between_chunks()
+        return np.concatenate(parts)
     finally:
         scheduler.pool.release(blocks)

@@ -41,7 +41,7 @@ class Tracked:
             prompt_token_ids=self.prompt.token_ids.tolist(),
             outputs=[completion],
             finished=finished,
-            num_cached_tokens=request.first_cached_tokens,
+            num_cached_tokens=request.first_cached_tokens if request.num_admissions else None,
             metrics=RequestMetrics(
                 arrival_time=request.arrival_time,
                 admitted_time=request.admitted_time or None,

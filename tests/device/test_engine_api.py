@@ -151,7 +151,7 @@ def test_online_requests_survive_a_generate_in_between(llm: Engine) -> None:
     assert len(llm.generate([[1, 5, 9]] * 4, GREEDY, use_tqdm=False)) == 4
     assert drain(llm)[request_id].token_ids == expected
     assert llm.add_request([3], GREEDY, request_id="mine") == "mine"  # free again
-    with pytest.raises(ValueError, match="request_id=7 must be a string"):
+    with pytest.raises(ValueError, match="request_id=7 is a int; give a string"):
         llm.add_request([3], GREEDY, request_id=7)  # type: ignore[arg-type]
     drain(llm)
 
@@ -228,3 +228,13 @@ def test_every_mix_around_a_bucket_size_compiles_nothing() -> None:
                 prompts = random_prompts(count, seed=count, low=length, high=length + 1)
                 tokens_of(engine, prompts, sampled(count, max_tokens=3))
         assert engine.stats()["compiles_after_warmup"] == 0 and engine.stats()["compiles"] == 4
+
+
+def test_stop_ids_outside_the_vocabulary_are_refused(llm: Engine) -> None:
+    with pytest.raises(ValueError, match=rf"stop_token_ids \[{VOCAB}\] are no token ids"):
+        llm.generate([[1]], SamplingParams(stop_token_ids=[3, VOCAB]), use_tqdm=False)
+
+
+def test_a_whole_pool_can_be_scored() -> None:
+    with make_engine(num_blocks=5, max_num_seqs=2, warmup=False) as small:  # 20 slots; the 21st id is only a target
+        assert small.score(list(range(21))).shape == (20,)
