@@ -17,7 +17,7 @@ from jaxvllm.config import ModelConfig
 from jaxvllm.models.params import ParamInfo
 
 GOLDEN_DIR = Path(__file__).parents[1] / "golden_data"
-GOLDEN = sorted(p.name for p in GOLDEN_DIR.iterdir() if p.is_dir())
+GOLDEN = sorted(p.name for p in GOLDEN_DIR.iterdir() if (p / "expected.json").is_file())
 BF16 = np.dtype(ml_dtypes.bfloat16)
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -78,18 +78,28 @@ def expected_params(hf: Mapping[str, np.ndarray], config: ModelConfig, tp: int) 
     def weight(layer: int, name: str) -> np.ndarray:
         return hf[f"model.layers.{layer}.{name}.weight"]
 
-    for path, name in (("input_norm", "input_layernorm"), ("post_norm", "post_attention_layernorm"),
-                       ("q_norm", "self_attn.q_norm"), ("k_norm", "self_attn.k_norm")):  # fmt: skip
+    norms = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
+    if config.architecture == "Qwen3ForCausalLM":
+        norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+    for path, name in norms.items():
         result[path] = np.stack([weight(i, name) for i in range(layers)])
+    biases = []
     for i in range(layers):
-        q, k, v = (weight(i, f"self_attn.{c}_proj") for c in "qkv")
-        blocks = []
-        for s in range(stored):
-            heads = [q[h * dim : (h + 1) * dim] for h in range(s * per_stored, (s + 1) * per_stored)]
-            kv = s * per_stored // (q_heads // kv_heads)
-            blocks.append(np.stack([*heads, k[kv * dim : (kv + 1) * dim], v[kv * dim : (kv + 1) * dim]]))
-        result[f"layers.{i}.qkv"] = np.stack(blocks)
+
+        def by_stored_head(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+            blocks = []
+            for s in range(stored):
+                heads = [q[h * dim : (h + 1) * dim] for h in range(s * per_stored, (s + 1) * per_stored)]
+                kv = s * per_stored // (q_heads // kv_heads)
+                blocks.append(np.stack([*heads, k[kv * dim : (kv + 1) * dim], v[kv * dim : (kv + 1) * dim]]))
+            return np.stack(blocks)
+
+        result[f"layers.{i}.qkv"] = by_stored_head(*(weight(i, f"self_attn.{c}_proj") for c in "qkv"))
+        if config.architecture == "Qwen2ForCausalLM":
+            biases.append(by_stored_head(*(hf[f"model.layers.{i}.self_attn.{c}_proj.bias"] for c in "qkv")))
         result[f"layers.{i}.o"] = weight(i, "self_attn.o_proj")
         result[f"layers.{i}.gate_up"] = np.stack([weight(i, "mlp.gate_proj"), weight(i, "mlp.up_proj")])
         result[f"layers.{i}.down"] = weight(i, "mlp.down_proj")
+    if biases:
+        result["qkv_bias"] = np.stack(biases)
     return result

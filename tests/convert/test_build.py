@@ -14,7 +14,7 @@ import pytest
 from jaxvllm.config import ModelConfig
 from jaxvllm.convert import CheckpointError, convert_checkpoint, export_hf, load_params, verify_checkpoint, verify_table
 from jaxvllm.convert.__main__ import main
-from jaxvllm.models.qwen3 import param_table
+from jaxvllm.models.registry import param_table
 from tests.convert.helpers import (
     GOLDEN_DIR,
     edit_json,

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxvllm.config import ModelConfig
 from jaxvllm.convert import CheckpointError, convert_checkpoint, detect, load_params, verify_table
-from jaxvllm.models.qwen3 import param_table
+from jaxvllm.models.registry import param_table
 from tests.convert.helpers import (
     BF16,
     EMBED,
