@@ -48,8 +48,10 @@ test-newest:
 test-real: $(READY)
 	$(PY) -m pytest -m real $(TESTS)
 
+# one process each: torch needs the memory that jax would still hold from the model before
 test-gpu: $(READY)
-	JAXVLLM_TEST_GPU=1 $(PY) -m pytest -m gpu $(TESTS)
+	JAXVLLM_TEST_GPU=1 $(PY) -m pytest -m gpu tests/kernels
+	for model in cut 0.6b 8b; do JAXVLLM_TEST_GPU=1 $(PY) -m pytest -m gpu tests/gpu -k $$model || exit 1; done
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     return data
 
 
-def _union_of_ids(*values: int | Iterable[int] | None) -> tuple[int, ...]:
+def _union_of_ids(*values: Any) -> tuple[int, ...]:
     ids: list[int] = []
     for value in values:
         for one in value if isinstance(value, list | tuple) else [] if value is None else [value]:

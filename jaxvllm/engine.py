@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine(Recordable):
-    """Generates text with a Qwen3 model on local devices.
+    """Generates text with a dense Qwen or Llama model on local devices.
 
     model: a directory with a Hugging Face checkpoint, or one made by ``python -m jaxvllm.convert``; a ModelConfig
         instead gives random weights (benchmarks, tests).
@@ -213,14 +213,15 @@ class Engine(Recordable):
 
     def reset_prefix_cache(self) -> None:
         """Forgets what blocks hold (after the weights changed); running requests keep their own blocks."""
-        self._scheduler.reset_prefix_cache()
+        with self._lock, deferred_interrupts():
+            self._scheduler.reset_prefix_cache()
 
     def update_weights(self, params: Mapping[str, Any]) -> None:
         """Replaces the model's weights, between two calls of a training loop; cached prefixes are forgotten.
 
-        params: the tree that ``models.qwen3.forward`` takes, or {path: array} with the paths and shapes of
-        ``models.qwen3.param_table(config)`` (the same at any tensor_parallel_size); host or device arrays of any float
-        dtype. They are copied: the caller's arrays stay the caller's. Nothing is compiled again.
+        params: the tree that the family's forward takes, or {path: array} with the paths and shapes of
+        ``models.registry.param_table(config)`` (the same at any tensor_parallel_size); host or device arrays of
+        any float dtype. They are copied: the caller's arrays stay the caller's. Nothing is compiled again.
 
         Raises ValueError that lists every parameter that doesn't fit, RuntimeError while requests are unfinished.
         """

@@ -23,14 +23,6 @@ VOCABULARY_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-TOKENIZER_FILES = (
-    *VOCABULARY_FILES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
-"""What a converted checkpoint takes along from a Hugging Face directory."""
 
 
 class Tokenizer:

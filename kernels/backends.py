@@ -16,11 +16,10 @@ import jax.numpy as jnp
 from .shapes import FLOAT_DTYPES
 
 OPERATIONS = ("write_kv", "decode_attention", "ragged_attention")
-FUSED = ("add_rms_norm", "qk_norm_rope_write")  # Triton only: elsewhere models compose them of plain jax
 _MODULES = {
     "reference": dict.fromkeys(OPERATIONS, "reference"),
     "xla": dict.fromkeys(OPERATIONS, "xla"),
-    "triton": {
+    "triton": {  # the last two are its alone: elsewhere models compose them of plain jax
         "write_kv": "kv_write_triton",
         "decode_attention": "decode_triton",
         "ragged_attention": "prefill_triton",
@@ -44,7 +43,7 @@ class ResolvedBackends:
 
     @property
     def fused(self) -> str | None:
-        """The backend of the fused elementwise kernels (FUSED), or None: compose them of plain jax."""
+        """The backend of the fused elementwise kernels, or None: compose them of plain jax."""
         return self.write_kv if self.write_kv.startswith("triton") else None
 
 

@@ -43,11 +43,7 @@ class Source:
 
     def take(self, dest: np.ndarray) -> np.ndarray:
         """The Hugging Face tensor that ``dest`` holds."""
-        return (
-            dest[self.index][:: self.repeat].reshape(self.shape)
-            if self.repeat > 1
-            else dest[self.index].reshape(self.shape)
-        )
+        return dest[self.index][:: self.repeat].reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ junk = st.one_of(
     st.lists(st.integers(-(2**65), 2**65), max_size=5),
     st.dictionaries(st.text(max_size=5), st.integers(), max_size=3),
 )  # fmt: skip
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list[HealthCheck](HealthCheck))
+FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=HealthCheck.all())
 
 
 def paths_in(value: Any, at: tuple = ()) -> list[tuple]:
@@ -83,21 +83,15 @@ def load(folder: Path) -> None:
     load_params(folder, param_table(ModelConfig.from_dir(folder)), dtype="float32", put=keep)
 
 
+@pytest.mark.parametrize(("model", "name"), [(SINGLE, "config.json"), (SHARDED, "model.safetensors.index.json")])
 @FUZZ
 @given(data=st.data())
-def test_configs(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    folder = golden_copy(SINGLE, tmp_path_factory.mktemp("fuzz") / "m")
-    (folder / "config.json").write_text(json.dumps(damaged(json.loads((folder / "config.json").read_text()), data)))
-    attempt(lambda: load(folder))
-    shutil.rmtree(folder)
-
-
-@FUZZ
-@given(data=st.data())
-def test_indices(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    folder = golden_copy(SHARDED, tmp_path_factory.mktemp("fuzz") / "m")
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps(damaged(json.loads(index.read_text()), data)))
+def test_configs_and_indices(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, model: str, name: str
+) -> None:
+    folder = golden_copy(model, tmp_path_factory.mktemp("fuzz") / "m")
+    file = folder / name
+    file.write_text(json.dumps(damaged(json.loads(file.read_text()), data)))
     attempt(lambda: load(folder))
     shutil.rmtree(folder)
 

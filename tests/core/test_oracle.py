@@ -1,6 +1,7 @@
 """Every decision equals that of an independent naive scheduler, at any depth of running ahead."""
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -9,7 +10,7 @@ from jaxvllm.core import Request
 from jaxvllm.sampling_params import SamplingParams
 from tests.core.helpers import PROPERTY, make_scheduler
 from tests.core.naive import NaiveScheduler
-from tests.core.workloads import END_TOKENS, VOCABULARY, Workload, workloads
+from tests.core.workloads import END_TOKENS, VOCABULARY, Wish, Workload, workloads
 
 
 def sampled(name: str, position: int) -> int:
@@ -40,17 +41,26 @@ class Pair:
     def event(self, what: str, number: int) -> None:
         wish, name = self.workload.wishes[number], str(number)
         if what == "add":
-            ends = set() if wish.ignore_eos else set(END_TOKENS)
+            ends: set[int] = set() if wish.ignore_eos else set(END_TOKENS)
             params = SamplingParams(max_tokens=wish.max_tokens, ignore_eos=wish.ignore_eos)
-            request = Request.create(name, number, wish.prompt, params, model_eos=END_TOKENS, engine_seed=0)
+            request = Request.create(
+                name, number, wish.prompt, params, model_eos=END_TOKENS, engine_seed=0, priority=wish.priority
+            )
             self.ours.add(request)
             self.requests[name] = request
-            self.sequences[name] = self.oracle.add(name, wish.prompt, wish.max_tokens, ends)
+            self.sequences[name] = self.add_to_oracle(name, wish, ends)
         elif name in self.sequences and not self.sequences[name].done:
             assert self.ours.abort(name) is self.requests[name]
             self.oracle.finish(self.sequences[name], "abort")
         else:
             assert self.ours.abort(name) is None
+
+    def add_to_oracle(self, name: str, wish: Wish, ends: set[int]) -> Any:
+        return self.oracle.add(name, wish.prompt, wish.max_tokens, ends)
+
+    def known_blocks(self) -> list[int]:
+        """The blocks that the oracle could find for somebody, sorted."""
+        return sorted(self.oracle.block_of_prefix.values())
 
     def schedule(self) -> bool:
         """One schedule() of both; whether there was something to run."""
@@ -84,7 +94,7 @@ class Pair:
         assert [r.request_id for r in ours.waiting] == [s.name for s in oracle.waiting]
         assert [r.request_id for r in ours.running] == [s.name for s in oracle.running]
         assert ours.pool.free_blocks() == oracle.free
-        assert ours.pool.cached_blocks() == sorted(oracle.block_of_prefix.values())
+        assert ours.pool.cached_blocks() == self.known_blocks()
         for name, request in self.requests.items():
             sequence = self.sequences[name]
             assert request.block_table == sequence.table

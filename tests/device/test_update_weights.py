@@ -32,7 +32,7 @@ def test_new_weights_give_the_outputs_of_a_fresh_engine(model, shards: int) -> N
     weights = changed(model, 1)
     with make_engine(model, tensor_parallel_size=shards) as llm:
         before = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0]
-        assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].num_cached_tokens > 0
+        assert (llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].num_cached_tokens or 0) > 0
         on_device = {path: jax.numpy.asarray(value) for path, value in weights.items()}
         llm.update_weights(tables.nest(on_device))
         after = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0]

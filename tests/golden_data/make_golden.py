@@ -41,7 +41,7 @@ COMMON = dict(vocab_size=331, intermediate_size=160, num_hidden_layers=3, max_po
 
 def make(name: str, seed: int) -> tuple[Any, list[dict[str, Any]]] | None:
     """The model and its cases, or None where a greedy choice was too close."""
-    import torch
+    import torch  # type: ignore[reportMissingImports]
     import transformers
 
     family, shape = SHAPES[name]
@@ -79,7 +79,7 @@ def make(name: str, seed: int) -> tuple[Any, list[dict[str, Any]]] | None:
 
 
 def main(names: list[str]) -> None:
-    import torch
+    import torch  # type: ignore[reportMissingImports]
     import transformers
 
     torch.set_num_threads(4)
