@@ -18,8 +18,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxvllm.convert.build import convert_checkpoint, export_hf
+    from jaxvllm.convert.build import convert_checkpoint
     from jaxvllm.convert.errors import CheckpointError
+    from jaxvllm.convert.export import export_hf
     from jaxvllm.convert.load import detect, load_params, load_shards, open_checkpoint, verify_table
     from jaxvllm.convert.verify import verify_checkpoint
 
@@ -27,7 +28,7 @@ _EXPORTS = {
     "CheckpointError": "jaxvllm.convert.errors",
     "convert_checkpoint": "jaxvllm.convert.build",
     "detect": "jaxvllm.convert.load",
-    "export_hf": "jaxvllm.convert.build",
+    "export_hf": "jaxvllm.convert.export",
     "load_params": "jaxvllm.convert.load",
     "load_shards": "jaxvllm.convert.load",
     "open_checkpoint": "jaxvllm.convert.load",

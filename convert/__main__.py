@@ -62,10 +62,10 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
         if args.dst is None:
             _verify(args.src, None)
             return 0
-        from jaxvllm.convert import build
+        from jaxvllm.convert import convert_checkpoint, export_hf
 
         start = time.perf_counter()
-        write = build.export_hf if args.to == "hf" else build.convert_checkpoint
+        write = export_hf if args.to == "hf" else convert_checkpoint
         done = write(args.src, args.dst, dtype=args.dtype, force=args.force)
         print(f"{done.path}: {done.num_tensors} {'tensors' if args.to == 'hf' else 'parameter arrays'}, "
               f"{done.num_params:,} parameters, {_size(done.num_bytes, time.perf_counter() - start)}")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Writing checkpoints: Hugging Face -> ours, and back."""
+"""Writing checkpoints: Hugging Face -> ours."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from numpy.typing import DTypeLike
 
 import jaxvllm
 from jaxvllm.config import DTYPE_BYTES, ModelConfig, read_json
-from jaxvllm.convert.checkpoint import OurReader
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.files import checksum, file_checksum
-from jaxvllm.convert.hf import SINGLE, HFReader
+from jaxvllm.convert.hf import HFReader
 from jaxvllm.convert.load import check, detect
 from jaxvllm.convert.manifest import (
     FORMAT,
@@ -33,11 +32,11 @@ from jaxvllm.convert.manifest import (
     parse_files,
     parse_params,
 )
+from jaxvllm.convert.memory import Lease, Memory
 from jaxvllm.convert.progress import ByteBar
-from jaxvllm.convert.safetensors_io import write_file
 from jaxvllm.convert.tables import canonical_table, host_dtype
 from jaxvllm.convert.workfolder import WorkFolder, building, is_disk_error
-from jaxvllm.models.params import ParamInfo, Table
+from jaxvllm.models.params import Table
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ def convert_checkpoint(
     src = Path(src)
     if detect(src) != "hf":
         raise CheckpointError(src, ["is in our format already; the way back is --to hf"])
-    wanted = _output_dtype(dtype)
+    wanted = output_dtype(dtype)
     table = canonical_table(ModelConfig.from_dir(src))
     with HFReader(src) as reader:
         check(reader, table)
@@ -90,7 +89,7 @@ def convert_checkpoint(
                     stored |= new
                     files |= new_files
                     bar.add(sum(sizes[path] for path in new))
-            beside = _copy_beside(src, work.path, wanted)
+            beside = copy_beside(src, work.path, wanted)
             source = {name: (src / name).stat().st_size for name in reader.files}
             manifest = {
                 "format": FORMAT,
@@ -162,31 +161,34 @@ def _write_parts(
     """Reads a part while the one before it is written. ``number``: of the first part; ``have``: is written already."""
     from jaxvllm.convert.parts import checkpointer, index_part, save_part  # orbax takes seconds to import
 
-    def save(saver: Any, name: str, part: dict[str, np.ndarray]) -> tuple[dict[str, StoredParam], Files]:
+    def save(saver: Any, name: str, part: dict[str, np.ndarray], lease: Lease) -> tuple[dict[str, StoredParam], Files]:
         save_part(saver, (work.path / PARAMS / name).absolute(), part)
         sources = {path: tuple(reader.source_files(table[path])) for path in part}
         stored, files = index_part(work.path, name, part, sources)
         params = {path: s.to_json() for path, s in stored.items()}
         work.part_done({"part": name, "params": params, "files": files_to_json(files)})
+        lease.end()
         return stored, files
 
     missing = [info for path, info in table.items() if path not in have]
     saving: Future[tuple[dict[str, StoredParam], Files]] | None = None
     saving_bytes = 0
     part: dict[str, np.ndarray] = {}
+    memory = Memory(MEMORY_BYTES)
+    lease = Lease(memory)
     with checkpointer() as saver, ThreadPoolExecutor(1, "save") as pool:
         for i, info in enumerate(missing):
             held = sum(v.nbytes for v in part.values())
             if saving is not None and saving_bytes + held + sizes[info.path] > MEMORY_BYTES:
                 yield saving.result()
                 saving = None
-            part[info.path] = reader.read(info, dtype)
+            part[info.path] = reader.read(info, dtype, lease)
             if held + sizes[info.path] >= PART_BYTES or i == len(missing) - 1:
                 if saving is not None:
                     yield saving.result()
                 saving_bytes = held + sizes[info.path]
-                saving = pool.submit(save, saver, f"part-{number:05d}", part)
-                part, number = {}, number + 1
+                saving = pool.submit(save, saver, f"part-{number:05d}", part, lease)
+                part, lease, number = {}, Lease(memory), number + 1
         if saving is not None:
             yield saving.result()
 
@@ -204,67 +206,7 @@ class _disk_errors:
                 raise found from error
 
 
-def export_hf(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
-    *,
-    dtype: DTypeLike | None = None,
-    force: bool = False,
-) -> Written:
-    """Our format -> a Hugging Face folder with one model.safetensors, bit for bit without ``dtype``."""
-    src = Path(src)
-    if detect(src) != "jaxvllm":
-        raise CheckpointError(src, ["is a Hugging Face folder already; without --to hf it is converted to ours"])
-    wanted = _output_dtype(dtype)
-    checksums: dict[str, str] = {}
-    with OurReader(src) as reader:
-        table = reader.canonical
-        check(reader, table)
-        shapes = {
-            source.name: (wanted or host_dtype(reader.stored[info.path].dtype), source.shape)
-            for info in table.values()
-            for source in info.sources
-        }
-        num_bytes = sum(int(np.prod(shape)) * dtype.itemsize for dtype, shape in shapes.values())
-        with (
-            building(dst, src=src, force=force, job={"to": "hf"}, num_bytes=num_bytes) as work,
-            ByteBar("Writing", num_bytes) as bar,
-        ):
-            write_file(work.path / SINGLE, shapes, _tensors_of(reader, table, wanted, checksums, bar))
-            _copy_beside(src, work.path, wanted)
-    num_params = sum(int(np.prod(shape)) for _, shape in shapes.values())
-    return Written(Path(dst), len(shapes), num_params, num_bytes, checksums)
-
-
-def _tensors_of(
-    reader: OurReader, table: Table, dtype: np.dtype | None, checksums: dict[str, str], bar: ByteBar
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor in the order of its parameter, the next parameter read while one is written."""
-
-    def read(info: ParamInfo) -> np.ndarray:
-        value = reader.read(info)
-        if checksum(value) != reader.stored[info.path].xxh3:
-            raise CheckpointError(reader.path, [f"parameter {info.path} differs from its checksum: it is damaged"])
-        return value if dtype is None else value.astype(dtype, copy=False)
-
-    with ThreadPoolExecutor(1, "read") as pool:
-        infos = list(table.values())
-        following = pool.submit(read, infos[0])
-        for i, info in enumerate(infos):
-            value = following.result()
-            if i + 1 < len(infos) and value.nbytes + infos[i + 1].size * value.itemsize <= MEMORY_BYTES:
-                following = pool.submit(read, infos[i + 1])
-            checksums[info.path] = checksum(value)
-            for source in info.sources:
-                tensor = source.take(value)
-                bar.add(tensor.nbytes)
-                yield source.name, tensor
-            if i + 1 < len(infos) and value.nbytes + infos[i + 1].size * value.itemsize > MEMORY_BYTES:
-                del value
-                following = pool.submit(read, infos[i + 1])
-
-
-def _output_dtype(dtype: DTypeLike | None) -> np.dtype | None:
+def output_dtype(dtype: DTypeLike | None) -> np.dtype | None:
     if dtype is None:
         return None
     wanted = host_dtype(dtype)
@@ -273,7 +215,7 @@ def _output_dtype(dtype: DTypeLike | None) -> np.dtype | None:
     return wanted
 
 
-def _copy_beside(src: Path, folder: Path, dtype: np.dtype | None) -> dict[str, str]:
+def copy_beside(src: Path, folder: Path, dtype: np.dtype | None) -> dict[str, str]:
     """config.json (naming ``dtype`` where weights were cast to it) and a tokenizer's files; their checksums by name."""
     if dtype is None:
         shutil.copyfile(src / "config.json", folder / "config.json")

@@ -21,7 +21,7 @@ import numpy as np
 from jaxvllm.config import ModelConfig
 from jaxvllm.convert.files import ParallelReader, checksum, file_checksum, fill, fill_slice
 from jaxvllm.convert.manifest import FORMAT, MANIFEST, Manifest, StoredParam, read_manifest
-from jaxvllm.convert.memory import FRESH, Memory
+from jaxvllm.convert.memory import FRESH, Lease
 from jaxvllm.convert.tables import allocate, canonical_table, cut_from_whole, host_dtype
 from jaxvllm.models.params import Index, ParamInfo, Table
 
@@ -70,7 +70,7 @@ class OurReader:
             if _source_shapes(info) != _source_shapes(self.canonical[path])
         ]
 
-    def read(self, info: ParamInfo, dtype: np.dtype | None = None, memory: Memory = FRESH) -> np.ndarray:
+    def read(self, info: ParamInfo, dtype: np.dtype | None = None, lease: Lease = FRESH) -> np.ndarray:
         """One parameter in ``info``'s form (any tp) and ``dtype`` (None: as stored).
 
         Host memory: the parameter; where key/value heads are stored several times, the canonical one too.
@@ -81,27 +81,27 @@ class OurReader:
             return reform(stored.inline().astype(wanted, copy=False), have, info)
         place = stored.at(self.path, info.path)
         if same_form(have, info):
-            return self._reader.read(place, wanted, memory)
+            return self._reader.read(place, wanted, lease)
         if len(info.sources) == 1:  # padded rows of the vocabulary
-            dest = allocate(info, wanted, memory)
+            dest = allocate(info, wanted, lease)
             self._reader.run(fill(place, dest[info.sources[0].index]))
             return dest
-        return reform(self._reader.read(place, wanted, memory), have, info)
+        return reform(self._reader.read(place, wanted, lease), have, info)
 
-    def shards(self, info: ParamInfo, dtype: np.dtype, memory: Memory = FRESH) -> Callable[[Index], np.ndarray]:
+    def shards(self, info: ParamInfo, dtype: np.dtype, lease: Lease = FRESH) -> Callable[[Index], np.ndarray]:
         """A function index -> that part of the parameter, reading no other bytes where they lie in runs of some length.
 
         Otherwise (columns of a matrix, another form than stored) the parameter is read whole, once.
         """
         stored = self.stored[info.path]
-        whole = cut_from_whole(lambda: self.read(info, dtype, memory), memory)
+        whole = cut_from_whole(lambda: self.read(info, dtype, lease), lease)
         if stored.file is None or not same_form(self.canonical[info.path], info):
             return whole
         place = stored.at(self.path, info.path)
 
         def cut(index: Index) -> np.ndarray:
             slices = [slice(*s.indices(n)) for s, n in zip(index, info.shape, strict=True) if isinstance(s, slice)]
-            out = memory.empty(tuple(s.stop - s.start for s in slices), dtype)
+            out = lease.empty(tuple(s.stop - s.start for s in slices), dtype)
             jobs = fill_slice(place, tuple(slices), out)
             if jobs is None:
                 return whole(index)

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from jaxvllm.convert.errors import CheckpointError
-from jaxvllm.convert.memory import FRESH, Memory
+from jaxvllm.convert.memory import FRESH, Lease
 
 PIECE_BYTES = 16 << 20  # what one thread reads at a time
 MIN_RUN_BYTES = 128 << 10  # a shorter run of bytes isn't worth a read of its own
@@ -97,9 +97,9 @@ class ParallelReader:
                 future.cancel()
             raise
 
-    def read(self, stored: Stored, dtype: np.dtype, memory: Memory = FRESH) -> np.ndarray:
+    def read(self, stored: Stored, dtype: np.dtype, lease: Lease = FRESH) -> np.ndarray:
         """An array of ``stored``'s shape, cast to ``dtype`` piece by piece."""
-        out = memory.empty(stored.shape, dtype)
+        out = lease.empty(stored.shape, dtype)
         self.run(fill(stored, out))
         return out
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.files import MIN_RUN_BYTES, ParallelReader, fill, shortest_run_bytes
-from jaxvllm.convert.memory import FRESH, Memory
+from jaxvllm.convert.memory import FRESH, Lease
 from jaxvllm.convert.safetensors_io import TensorEntry, read_header, read_unique
 from jaxvllm.convert.tables import FLOAT_DTYPES, allocate, cut_from_whole
 from jaxvllm.models.params import Index, ParamInfo, Table
@@ -80,12 +80,12 @@ class HFReader:
                 problems.append(f"unused tensor {name} {list(entry.shape)}: config.json's model has no place for it")
         return problems
 
-    def read(self, info: ParamInfo, dtype: np.dtype | None = None, memory: Memory = FRESH) -> np.ndarray:
+    def read(self, info: ParamInfo, dtype: np.dtype | None = None, lease: Lease = FRESH) -> np.ndarray:
         """One parameter, read into its place from its tensors, in ``dtype`` (None: its tensors', or the widest).
 
         Host memory: the parameter, and for tensors in short runs (key/value heads stored several times) one of them.
         """
-        dest = allocate(info, dtype or self.stored_dtype(info), memory)
+        dest = allocate(info, dtype or self.stored_dtype(info), lease)
         jobs: list[Callable[[], None]] = []
         for source in info.sources:
             stored, part = self.tensors[source.name].stored, dest[source.index]
@@ -96,9 +96,9 @@ class HFReader:
         self._reader.run(jobs)
         return dest
 
-    def shards(self, info: ParamInfo, dtype: np.dtype, memory: Memory = FRESH) -> Callable[[Index], np.ndarray]:
+    def shards(self, info: ParamInfo, dtype: np.dtype, lease: Lease = FRESH) -> Callable[[Index], np.ndarray]:
         """Parts of one parameter; it is read once, at the first call."""
-        return cut_from_whole(lambda: self.read(info, dtype, memory), memory)
+        return cut_from_whole(lambda: self.read(info, dtype, lease), lease)
 
     def stored_dtype(self, info: ParamInfo) -> np.dtype:
         """The widest dtype of a parameter's tensors."""

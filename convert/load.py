@@ -17,7 +17,7 @@ from jaxvllm.convert.checkpoint import OurReader
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.hf import HFReader, check_folder
 from jaxvllm.convert.manifest import MANIFEST
-from jaxvllm.convert.memory import FRESH, Memory
+from jaxvllm.convert.memory import FRESH, Lease, Memory
 from jaxvllm.convert.progress import ByteBar
 from jaxvllm.convert.tables import host_dtype
 from jaxvllm.models.params import Index, ParamInfo, Table
@@ -38,12 +38,12 @@ class Reader(AbstractContextManager[Any], Protocol):
         """Everything that keeps this checkpoint from filling ``table``."""
         ...
 
-    def read(self, info: ParamInfo, dtype: np.dtype | None = None, memory: Memory = FRESH) -> np.ndarray:
-        """One parameter of a table without problems, in host memory from ``memory``."""
+    def read(self, info: ParamInfo, dtype: np.dtype | None = None, lease: Lease = FRESH) -> np.ndarray:
+        """One parameter of a table without problems, in host memory from ``lease``."""
         ...
 
-    def shards(self, info: ParamInfo, dtype: np.dtype, memory: Memory = FRESH) -> ReadPart:
-        """A function index -> that part of the parameter, contiguous, in memory from ``memory``."""
+    def shards(self, info: ParamInfo, dtype: np.dtype, lease: Lease = FRESH) -> ReadPart:
+        """A function index -> that part of the parameter, contiguous, in memory from ``lease``."""
         ...
 
 
@@ -108,14 +108,14 @@ def load_shards[Placed](
     """
     wanted = host_dtype(dtype)
     costs = {path: info.size * wanted.itemsize for path, info in table.items()}
-    room, memory = _Room(MEMORY_BYTES), FRESH if keeps else Memory(MEMORY_BYTES)
+    room, memory = _Room(MEMORY_BYTES), None if keeps else Memory(MEMORY_BYTES)
     with open_checkpoint(path) as reader:
         check(reader, table)
         with ByteBar("Loading", sum(costs.values())) as bar, ThreadPoolExecutor(WORKERS, "load") as pool:
 
             def one(info: ParamInfo) -> Placed:
-                with room.taken(costs[info.path]), memory.one_parameter():
-                    placed = place(info, reader.shards(info, wanted, memory))
+                with room.taken(costs[info.path]), Lease(memory) as lease:
+                    placed = place(info, reader.shards(info, wanted, lease))
                 bar.add(costs[info.path])
                 return placed
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxvllm.config import ModelConfig
-from jaxvllm.convert.memory import Memory
+from jaxvllm.convert.memory import Lease
 from jaxvllm.models.params import Index, ParamInfo, Table
 from jaxvllm.models.registry import param_table
 
@@ -34,15 +34,15 @@ def host_dtype(dtype: DTypeLike) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16) if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype)
 
 
-def allocate(info: ParamInfo, dtype: np.dtype, memory: Memory) -> np.ndarray:
+def allocate(info: ParamInfo, dtype: np.dtype, lease: Lease) -> np.ndarray:
     """Memory for a parameter: zeros where its sources leave something (vocabulary padding), else uninitialised."""
-    dest = memory.empty(info.shape, dtype)
+    dest = lease.empty(info.shape, dtype)
     if sum(math.prod(s.shape) * s.repeat for s in info.sources) != info.size:
         dest[...] = 0
     return dest
 
 
-def cut_from_whole(read: Callable[[], np.ndarray], memory: Memory) -> Callable[[Index], np.ndarray]:
+def cut_from_whole(read: Callable[[], np.ndarray], lease: Lease) -> Callable[[Index], np.ndarray]:
     """A function index -> contiguous part of what ``read`` gives, which is called once, at the first part."""
     lock, whole = threading.Lock(), []
 
@@ -53,7 +53,7 @@ def cut_from_whole(read: Callable[[], np.ndarray], memory: Memory) -> Callable[[
         part = whole[0][index]
         if part.flags.c_contiguous:
             return part
-        copy = memory.empty(part.shape, part.dtype)
+        copy = lease.empty(part.shape, part.dtype)
         copy[...] = part
         return copy
 

@@ -11,8 +11,9 @@ from jaxvllm.config import ConfigError, ModelConfig
 from jaxvllm.convert.checkpoint import SMALL_BYTES, OurReader, file_problems
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.files import checksum, file_checksum
-from jaxvllm.convert.load import check, detect, open_checkpoint
+from jaxvllm.convert.load import MEMORY_BYTES, check, detect, open_checkpoint
 from jaxvllm.convert.manifest import Manifest, read_manifest
+from jaxvllm.convert.memory import Lease, Memory
 from jaxvllm.convert.progress import ByteBar
 from jaxvllm.convert.tables import canonical_table
 
@@ -27,7 +28,7 @@ def verify_checkpoint(path: str | os.PathLike[str], checksums: Mapping[str, str]
     if detect(folder) == "hf" and checksums is None:
         raise CheckpointError(folder, ["has no checksums to compare with: only a folder that was converted has"])
     problems = _file_problems(folder, read_manifest(folder)) if detect(folder) == "jaxvllm" else []
-    compared = 0
+    compared, memory = 0, Memory(MEMORY_BYTES)
     try:
         opened = open_checkpoint(folder)
     except ConfigError:
@@ -51,14 +52,16 @@ def verify_checkpoint(path: str | os.PathLike[str], checksums: Mapping[str, str]
                         problems.append(f"parameter {name} isn't as config.json says")
                         continue
                     where = f"{name} in {stored.file or 'manifest.json'}"
-                try:
-                    value = reader.read(info)
-                except CheckpointError as error:
-                    problems += [f"parameter {where}: {problem}" for problem in error.problems]
-                    continue
+                with Lease(memory) as lease:
+                    try:
+                        value = reader.read(info, None, lease)
+                    except CheckpointError as error:
+                        problems += [f"parameter {where}: {problem}" for problem in error.problems]
+                        continue
+                    found = checksum(value)
                 bar.add(value.size * 4)
                 compared += value.nbytes
-                if checksum(value) != checksums.get(name):
+                if found != checksums.get(name):
                     problems.append(f"parameter {where} differs from its checksum: the file is damaged or another's")
     if problems:
         raise CheckpointError(folder, problems)

@@ -115,7 +115,7 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: p
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxvllm.convert.build._copy_beside", interrupt)
+    monkeypatch.setattr("jaxvllm.convert.build.copy_beside", interrupt)
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(SOURCE, tmp_path / "ours")
     assert list(tmp_path.iterdir()) == []

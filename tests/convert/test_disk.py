@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxvllm.config import ModelConfig
-from jaxvllm.convert import CheckpointError, convert_checkpoint, export_hf, verify_checkpoint
+from jaxvllm.convert import CheckpointError, convert_checkpoint, export_hf, open_checkpoint, verify_checkpoint
 from jaxvllm.convert.workfolder import is_disk_error
 from jaxvllm.models.registry import param_table
 from tests.convert.helpers import GOLDEN_DIR, golden_copy
@@ -98,7 +98,7 @@ def test_whatever_the_disk_says_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     places = (
         ("jaxvllm.convert.workfolder.Path.mkdir", os_error),
         ("jaxvllm.convert.parts.save_part", library_error),
-        ("jaxvllm.convert.build._copy_beside", os_error),
+        ("jaxvllm.convert.build.copy_beside", os_error),
         ("jaxvllm.convert.workfolder._take_place", os_error),
     )
     for place, failing in places:
@@ -182,4 +182,9 @@ def test_memory_of_a_model_of_2_gb(tmp_path: Path, layers: int) -> None:
         peak = int(done.stdout.split()[-1])
         print(f"to {to}: peak {peak / 1e9:.2f} GB above the start; largest tensor {largest / 1e9:.2f} GB")
         assert peak < largest + 1e9
+        if to == "jaxvllm":
+            verify_checkpoint(tmp_path / to / "made")  # memory was used again: nothing was overwritten too early
         shutil.move(tmp_path / to / "made", tmp_path / ("ours" if to == "jaxvllm" else "back"))
+    for info in param_table(ModelConfig.from_dir(tmp_path / "src")).values():
+        with open_checkpoint(tmp_path / "src") as one, open_checkpoint(tmp_path / "back") as other:
+            assert np.array_equal(one.read(info).view(np.uint32), other.read(info).view(np.uint32)), info.path

@@ -33,7 +33,9 @@ junk = st.one_of(
     st.lists(st.integers(-(2**65), 2**65), max_size=5),
     st.dictionaries(st.text(max_size=5), st.integers(), max_size=3),
 )  # fmt: skip
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=HealthCheck.all())
+FUZZ = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 def paths_in(value: Any, at: tuple = ()) -> list[tuple]:

@@ -16,6 +16,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jaxvllm.convert.build as build  # noqa: E402
 import jaxvllm.convert.parts  # noqa: E402, F401
+from jaxvllm.convert.export import export_hf  # noqa: E402
 
 
 def main() -> None:
@@ -28,7 +29,7 @@ def main() -> None:
             status = 1
             try:
                 build.PART_BYTES = task["part_bytes"]
-                write = build.export_hf if task["to"] == "hf" else build.convert_checkpoint
+                write = export_hf if task["to"] == "hf" else build.convert_checkpoint
                 write(task["src"], task["dst"], force=task["force"])
                 status = 0
             finally:
