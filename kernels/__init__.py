@@ -24,6 +24,7 @@ __all__ = [
     "decode_attention",
     "dot_precision",
     "einsum",
+    "gumbel_argmax",
     "qk_norm_rope_write",
     "ragged_attention",
     "resolve_backend",
@@ -56,17 +57,21 @@ def decode_attention(
     layer: int | jax.Array,
     block_tables: jax.Array,
     context_lens: jax.Array,
+    arrivals: jax.Array,
     *,
     scale: float,
     backend: str,
-) -> jax.Array:
-    """Attention of one query a sequence over its first context_lens tokens, all written before: [B, Hq, D].
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of one query a sequence over its first context_lens tokens, all written before: [B, Hq, D], arrivals.
 
     q [B, Hq, D] in kv's dtype; block_tables int32 [B, W]; context_lens int32 [B], at most W * P, 0 gives
-    zeros. Raises ValueError listing every argument of a wrong shape or dtype.
+    zeros. arrivals int32 [B, Hq]: zeros that come back as zeros, through which programs that share a row find each
+    other; hand them from layer to layer, so that they are made once a step. Raises ValueError listing every argument
+    of a wrong shape or dtype.
     """
-    check_decode(q, kv, block_tables, context_lens)
-    return implementation("decode_attention", backend)(q, kv, layer, block_tables, context_lens, scale=scale)
+    check_decode(q, kv, block_tables, context_lens, arrivals)
+    function = implementation("decode_attention", backend)
+    return function(q, kv, layer, block_tables, context_lens, arrivals, scale=scale)
 
 
 def ragged_attention(
@@ -138,3 +143,23 @@ def qk_norm_rope_write(
     """
     function = implementation("qk_norm_rope_write", backend)
     return function(qkv, q_norm, k_norm, cos, sin, kv, layer, slot_mapping, eps=eps)
+
+
+def gumbel_argmax(
+    logits: jax.Array,
+    temperatures: jax.Array,
+    seeds: jax.Array,
+    positions: jax.Array,
+    start: int | jax.Array,
+    *,
+    vocab_size: int,
+    backend: str,
+) -> tuple[jax.Array, jax.Array]:
+    """The largest of logits + temperature * `noise.gumbel_noise` of each row: (value [B] float32, id [B] int32).
+
+    logits [B, V] float32, column 0 of id `start`; temperatures [B] float32, 0 = no noise; seeds [B, 2] uint32;
+    positions [B] int32. Ids from vocab_size on and NaN never win; of equals the lowest id does.
+    backend: a Triton one (`ResolvedBackends.fused`); elsewhere the sampler composes it of plain jax.
+    """
+    function = implementation("gumbel_argmax", backend)
+    return function(logits, temperatures, seeds, positions, start, vocab_size=vocab_size)

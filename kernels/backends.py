@@ -19,12 +19,13 @@ OPERATIONS = ("write_kv", "decode_attention", "ragged_attention")
 _MODULES = {
     "reference": dict.fromkeys(OPERATIONS, "reference"),
     "xla": dict.fromkeys(OPERATIONS, "xla"),
-    "triton": {  # the last two are its alone: elsewhere models compose them of plain jax
+    "triton": {  # the last three are its alone: elsewhere they are composed of plain jax
         "write_kv": "kv_write_triton",
         "decode_attention": "decode_triton",
         "ragged_attention": "prefill_triton",
         "add_rms_norm": "norm_triton",
         "qk_norm_rope_write": "qkv_write_triton",
+        "gumbel_argmax": "sample_triton",
     },
 }
 _INTERPRETED = {"triton_interpret": "triton"}  # runs anywhere, slowly, through XLA: for tests

@@ -1,14 +1,21 @@
-"""Backend "triton", decode: paged attention of one query a sequence, split over the context.
+"""Backend "triton", decode: paged attention of one query a sequence, split over the context, in one launch.
 
 Work of one program: one kv head of one sequence and one split of its context. The G query heads that share
 the kv head are the rows of the dots, padded to 16 (the smallest dot), so every key and value is read once. A
 tile is whole rows of a (block, head) tile of the cache, [tile, D] contiguous elements.
 
-    context of a sequence   |-- tile --|-- tile --|-- tile --|-- tile --|-- part |
-    split (of 2)            0                                1                      by its own length
+    long context    |-- tile --|-- tile --|-- tile --|-- tile --|-- tile --|-- part |
+    its 3 splits    0                     1                     2
+    short context   |-- tile --|-- part |
+    its one split   0
 
-Memory traffic: each key and value below context_lens once, q and the output once; with S > 1 splits 2 * S
-float32 rows of D a query head more, and a second launch that combines them ("Flash-Decoding", Dao et al. 2023).
+How many splits a context gets follows from its length and the step's total (`tokens_per_split`): enough programs to
+fill the chip and to even out long and short contexts, and no more. A context of one split writes its output directly;
+of several, each leaves a float32 part, and the last program to arrive combines them ("Flash-Decoding", Dao et al. 2023,
+without its second launch): in the order of the splits, so the result doesn't depend on who came last.
+
+Memory traffic: each key and value below context_lens once, q and the output once; a context of s > 1 splits
+2 * s float32 rows of D a query head more (they stay in L2).
 Supported: head_dim a power of two 16..256, any block size and head ratio, float32 and bfloat16, lengths 0..W*P.
 Accumulates in float32; with a bfloat16 cache the softmax weights are rounded to bfloat16 for the second dot.
 """
@@ -35,14 +42,23 @@ from .triton_tiles import (
 
 MAX_ROWS = 64  # query heads of one program; a larger group is dealt to several
 MAX_SPLITS = 64
-PROGRAMS_PER_SM = 4
+PARTS_AT_ONCE = 16  # of the combination: [16, D] float32 in registers
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Tunables: splits of a context (a power of two), context tokens a tile, Triton's warps and pipeline stages."""
+    """Tunables of a shape.
 
-    num_splits: int
+    max_splits   of a context, a power of two: the grid, and the room for parts
+    programs     wanted in the launch as a whole; the step's tokens are dealt to about so many
+    min_tokens   of a split: below this, combining costs more than it wins
+    tile         context tokens a tile
+    num_warps, num_stages   Triton's, of a program
+    """
+
+    max_splits: int
+    programs: int
+    min_tokens: int
     tile: int
     num_warps: int
     num_stages: int
@@ -51,14 +67,24 @@ class DecodeConfig:
 def decode_config(
     batch: int, kv_heads: int, head_dim: int, block_size: int, width: int, itemsize: int, sms: int
 ) -> DecodeConfig:
-    """The untuned default: PROGRAMS_PER_SM programs a multiprocessor if that leaves a split two tiles of the table."""
+    """The default for a shape."""
     tile = 32 if itemsize == 4 else 128 if block_size % 128 == 0 else 64
     while tile > MIN_DOT and tile * head_dim * itemsize > 32 << 10:  # one stage of keys in shared memory
         tile //= 2
-    most = max(1, width * block_size // (2 * tile))
-    wanted = max(1, PROGRAMS_PER_SM * sms // (batch * kv_heads))
-    splits = min(MAX_SPLITS, most, wanted)
-    return DecodeConfig(num_splits=1 << (splits.bit_length() - 1), tile=tile, num_warps=2, num_stages=2)
+    programs = 12 * sms
+    room = max(1, programs // (batch * kv_heads), width * block_size // 1024)
+    splits = min(MAX_SPLITS, next_power_of_two(room), next_power_of_two(pl.cdiv(width * block_size, tile)))
+    return DecodeConfig(splits, programs, min_tokens=2 * tile, tile=tile, num_warps=2, num_stages=2)
+
+
+def tokens_per_split(context_lens: jax.Array, heads: int, config: DecodeConfig) -> jax.Array:
+    """int32 [1]: the context tokens of one program, a multiple of the tile, so that the launch has config.programs.
+
+    The same for every layer of a step: XLA computes it once.
+    """
+    total = jnp.sum(context_lens) * heads
+    tokens = jnp.maximum(pl.cdiv(total, config.programs), config.min_tokens)
+    return (pl.cdiv(tokens, config.tile) * config.tile).astype(jnp.int32).reshape(1)
 
 
 def decode_attention(
@@ -67,12 +93,13 @@ def decode_attention(
     layer: int | jax.Array,
     block_tables: jax.Array,
     context_lens: jax.Array,
+    arrivals: jax.Array,
     *,
     scale: float,
     config: DecodeConfig | None = None,
     interpret: bool = False,
-) -> jax.Array:
-    """q [B, Hq, D], kv [L, 2, N, Hkv, P, D], block_tables [B, W], context_lens [B] -> [B, Hq, D]; length 0 -> zeros."""
+) -> tuple[jax.Array, jax.Array]:
+    """q [B, Hq, D], kv [L, 2, N, Hkv, P, D], tables [B, W], lens, arrivals [B, Hq] zeros -> ([B, Hq, D], zeros)."""
     batch, num_heads, head_dim = q.shape
     kv_heads, block_size = kv.shape[3:5]
     if config is None:
@@ -80,43 +107,53 @@ def decode_attention(
         config = decode_config(batch, kv_heads, head_dim, block_size, width, itemsize, num_sms())
     group = num_heads // kv_heads
     rows = min(MAX_ROWS, max(MIN_DOT, next_power_of_two(group)))
-    splits = config.num_splits
-    if splits == 1:
-        out_shape = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
-    else:
-        part = (batch, num_heads, splits)
-        out_shape = [
+    head_blocks = kv_heads * pl.cdiv(group, rows)
+    part = (batch, num_heads, config.max_splits)
+    out, arrivals, *_ = pl.pallas_call(
+        functools.partial(_decode_kernel, scale=scale, group=group, rows=rows, config=config, interpret=interpret),
+        grid=(head_blocks, batch, config.max_splits),
+        out_shape=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype),
             jax.ShapeDtypeStruct((*part, head_dim), jnp.float32),
             jax.ShapeDtypeStruct(part, jnp.float32),
-        ]
-    kernel = functools.partial(_decode_kernel, scale=scale, group=group, rows=rows, config=config)
-    out = pl.pallas_call(
-        kernel,
-        grid=(kv_heads * pl.cdiv(group, rows), splits, batch),
-        out_shape=out_shape,
+        ),
+        input_output_aliases={6: 1},
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="paged_decode",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), q, as_rows(kv), block_tables, context_lens)
-    if splits == 1:
-        return out[0]
-    parts, log_weights = out
-    return _combine(parts, log_weights, q.dtype, interpret=interpret)
+    )(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        tokens_per_split(context_lens, kv_heads, config),
+        q,
+        as_rows(kv),
+        block_tables,
+        context_lens,
+        arrivals,
+    )
+    return out, arrivals
 
 
 def _decode_kernel(
     layer_ref,
+    split_tokens_ref,
     q_ref,
     kv_ref,
     tables_ref,
     lens_ref,
-    *out_refs,
+    _,
+    out_ref,
+    arrivals_ref,
+    part_ref,
+    weight_ref,
+    *,
     scale: float,
     group: int,
     rows: int,
     config: DecodeConfig,
+    interpret: bool,
 ):
-    head_block, split, seq = (pl.program_id(i) for i in range(3))
+    head_block, seq, split = (pl.program_id(i) for i in range(3))
     blocks_per_group = pl.cdiv(group, rows)
     head = lax.div(head_block, blocks_per_group)
     row_in_group = lax.rem(head_block, blocks_per_group) * rows
@@ -124,59 +161,75 @@ def _decode_kernel(
     #  rows of this program: query heads first_row .. first_row + rows - 1, those of the group kept by the mask
     first_row = head * group + row_in_group
     kept = row_in_group + lax.iota(jnp.int32, rows) < group
-    q = plgpu.load(q_ref.at[seq, pl.ds(first_row, rows), :], mask=kept[:, None], other=0.0)
 
     context = lens_ref[seq]
     num_tiles = pl.cdiv(context, tile)
-    tiles_per_split = pl.cdiv(num_tiles, config.num_splits)
+    num_splits = jnp.clip(pl.cdiv(context, split_tokens_ref[0]), 1, config.max_splits)
+    tiles_per_split = pl.cdiv(num_tiles, num_splits)
+    num_splits = jnp.maximum(pl.cdiv(num_tiles, jnp.maximum(tiles_per_split, 1)), 1)  # none is empty
     first_tile = split * tiles_per_split
     last_tile = jnp.minimum(first_tile + tiles_per_split, num_tiles)
     layer = layer_ref[0]
 
+    @pl.when(split < num_splits)
+    def _attend():
+        q = plgpu.load(q_ref.at[seq, pl.ds(first_row, rows), :], mask=kept[:, None], other=0.0)
+
+        def step(index, state):
+            start = index * tile
+            keys, values = load_kv_tile(kv_ref, tables_ref, layer, seq, head, start, context, tile=tile)
+            scores = dot(q, keys, trans_b=True) * (scale * LOG2_E)
+            position = start + lax.broadcasted_iota(jnp.int32, (1, tile), 1)
+            scores = jnp.where(position < context, scores, -jnp.inf)
+            return online_softmax_step(state, scores, values)
+
+        state = (
+            jnp.full((rows,), -jnp.inf, jnp.float32),
+            jnp.zeros((rows,), jnp.float32),
+            jnp.zeros((rows, head_dim), jnp.float32),
+        )
+        top, total, acc = lax.fori_loop(first_tile, last_tile, step, state)
+        out = acc / jnp.where(total > 0, total, 1.0)[:, None]
+
+        @pl.when(num_splits == 1)
+        def _whole():
+            plgpu.store(out_ref.at[seq, pl.ds(first_row, rows), :], out.astype(out_ref.dtype), mask=kept[:, None])
+
+        @pl.when(num_splits > 1)
+        def _part():
+            plgpu.store(part_ref.at[seq, pl.ds(first_row, rows), split, :], out, mask=kept[:, None])
+            plgpu.store(weight_ref.at[seq, pl.ds(first_row, rows), split], top + jnp.log2(total), mask=kept)
+            if not interpret:  # there, a program is one thread
+                plgpu.debug_barrier()  # every thread's part is written before the one that counts the program in
+            before = plgpu.atomic_add(arrivals_ref, (seq, head_block), jnp.full((), 1, jnp.int32))
+
+            @pl.when(before == num_splits - 1)
+            def _last():
+                heads = jnp.minimum(group - row_in_group, rows)
+                combine = functools.partial(_combine, out_ref, part_ref, weight_ref, seq, num_splits, config.max_splits)
+                if group <= 8:  # unrolled: the loads of all heads are in flight together
+                    for index in range(group):
+                        combine(first_row + index)
+                else:
+                    lax.fori_loop(0, heads, lambda index, _: combine(first_row + index), None)
+                arrivals_ref[seq, head_block] = 0
+
+
+def _combine(out_ref, part_ref, weight_ref, seq, num_splits, max_splits: int, query_head) -> None:
+    """Writes the mean of a query head's parts under their base-2 log weights."""
+    every = lax.iota(jnp.int32, max_splits)
+    top = jnp.max(plgpu.load(weight_ref.at[seq, query_head, every], mask=every < num_splits, other=-jnp.inf))
+    size = min(PARTS_AT_ONCE, max_splits)
+
     def step(index, state):
-        start = index * tile
-        keys, values = load_kv_tile(kv_ref, tables_ref, layer, seq, head, start, context, tile=tile)
-        scores = dot(q, keys, trans_b=True) * (scale * LOG2_E)
-        position = start + lax.broadcasted_iota(jnp.int32, (1, tile), 1)
-        scores = jnp.where(position < context, scores, -jnp.inf)
-        return online_softmax_step(state, scores, values)
+        total, acc = state
+        split = index * size + lax.iota(jnp.int32, size)
+        used = split < num_splits
+        weights = jnp.exp2(plgpu.load(weight_ref.at[seq, query_head, split], mask=used, other=-jnp.inf) - top)
+        ref = part_ref.at[seq, query_head, pl.ds(index * size, size), :]
+        parts = plgpu.load(ref, mask=used[:, None], other=0.0)
+        return total + jnp.sum(weights), acc + jnp.sum(parts * weights[:, None], axis=0)
 
-    state = (
-        jnp.full((rows,), -jnp.inf, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
-        jnp.zeros((rows, head_dim), jnp.float32),
-    )
-    top, total, acc = lax.fori_loop(first_tile, last_tile, step, state)
-    out = acc / jnp.where(total > 0, total, 1.0)[:, None]
-    if config.num_splits == 1:
-        (out_ref,) = out_refs
-        plgpu.store(out_ref.at[seq, pl.ds(first_row, rows), :], out.astype(out_ref.dtype), mask=kept[:, None])
-        return
-    part_ref, weight_ref = out_refs
-    log_weight = jnp.where(total > 0, top + jnp.log2(jnp.where(total > 0, total, 1.0)), -jnp.inf)
-    plgpu.store(part_ref.at[seq, pl.ds(first_row, rows), split, :], out, mask=kept[:, None])
-    plgpu.store(weight_ref.at[seq, pl.ds(first_row, rows), split], log_weight, mask=kept)
-
-
-def _combine(parts: jax.Array, log_weights: jax.Array, dtype: jax.typing.DTypeLike, *, interpret: bool) -> jax.Array:
-    """Mean of parts [B, Hq, S, D] under base-2 log weights [B, Hq, S] (all -inf: zeros) -> [B, Hq, D] in dtype."""
-    batch, num_heads, splits, head_dim = parts.shape
-    num_warps = min(8, max(1, splits * head_dim // 1024))
-    return pl.pallas_call(
-        _combine_kernel,
-        grid=(num_heads, batch),
-        out_shape=jax.ShapeDtypeStruct((batch, num_heads, head_dim), dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
-        interpret=interpret,
-        name="paged_decode_combine",
-    )(parts, log_weights)
-
-
-def _combine_kernel(parts_ref, log_weights_ref, out_ref):
-    head, seq = pl.program_id(0), pl.program_id(1)
-    log_weights = log_weights_ref[seq, head, :]
-    top = jnp.maximum(jnp.max(log_weights), -1e30)  # finite also for an empty context
-    weights = jnp.exp2(log_weights - top)
-    total = jnp.sum(weights)
-    out = jnp.sum(parts_ref[seq, head, :, :] * weights[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
-    out_ref[seq, head, :] = out.astype(out_ref.dtype)
+    state = (jnp.float32(0), jnp.zeros((part_ref.shape[3],), jnp.float32))
+    total, acc = lax.fori_loop(0, pl.cdiv(num_splits, size), step, state)
+    out_ref[seq, query_head, :] = (acc / total).astype(out_ref.dtype)

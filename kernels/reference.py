@@ -27,9 +27,10 @@ def decode_attention(
     layer: int | jax.Array,
     block_tables: jax.Array,
     context_lens: jax.Array,
+    arrivals: jax.Array,
     *,
     scale: float,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """softmax(scale * q k^T) v of each query q[b] over the first context_lens[b] tokens of its table; 0 -> zeros."""
     batch, num_heads, head_dim = q.shape
     kv_heads, block_size = kv.shape[3], kv.shape[4]
@@ -44,7 +45,7 @@ def decode_attention(
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True, initial=-1e30))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     out = einsum("bhgt,bhtd->bhgd", weights / jnp.where(total > 0, total, 1.0), values)
-    return out.reshape(q.shape).astype(q.dtype)
+    return out.reshape(q.shape).astype(q.dtype), arrivals
 
 
 def ragged_attention(
@@ -71,4 +72,4 @@ def ragged_attention(
     #  |-- queries of seq -------|----------------|      the last of them has position context_lens[seq] - 1
     visible = context_lens[seq] - query_start[seq + 1] + token + 1
     visible = jnp.where(token < query_start[-1], visible, 0)
-    return decode_attention(q, kv, layer, block_tables[seq], visible, scale=scale)
+    return decode_attention(q, kv, layer, block_tables[seq], visible, token, scale=scale)[0]

@@ -23,13 +23,16 @@ def check_write(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Arr
     _raise("write_kv", problems)
 
 
-def check_decode(q: jax.Array, kv: jax.Array, block_tables: jax.Array, context_lens: jax.Array) -> None:
-    """Raises ValueError unless q is [B, Hq, D], block_tables int32 [B, W] and context_lens int32 [B]."""
+def check_decode(
+    q: jax.Array, kv: jax.Array, block_tables: jax.Array, context_lens: jax.Array, arrivals: jax.Array
+) -> None:
+    """Raises ValueError unless q is [B, Hq, D], block_tables int32 [B, W], context_lens int32 [B], arrivals [B, Hq]."""
     problems = _cache_problems(kv)
     if not problems:
         problems += _query_problems(q, kv)
         batch = q.shape[0] if q.ndim else 0
         problems += _table_problems(block_tables, context_lens, batch)
+        problems += _array_problems("arrivals", arrivals, q.shape[:2], jnp.int32)
     _raise("decode_attention", problems)
 
 

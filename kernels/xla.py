@@ -44,15 +44,16 @@ def decode_attention(
     layer: int | jax.Array,
     block_tables: jax.Array,
     context_lens: jax.Array,
+    arrivals: jax.Array,
     *,
     scale: float,
-) -> jax.Array:
-    """One query a sequence: q [B, Hq, D], block_tables [B, W], context_lens [B] (0 gives zeros) -> [B, Hq, D]."""
+) -> tuple[jax.Array, jax.Array]:
+    """One query a sequence: q [B, Hq, D], tables [B, W], context_lens [B] (0 gives zeros) -> [B, Hq, D], arrivals."""
     batch, num_heads, head_dim = q.shape
     kv_heads = kv.shape[3]
     rows = q.reshape(batch, kv_heads, num_heads // kv_heads, head_dim)
     visible = jnp.broadcast_to(context_lens[:, None], rows.shape[::2])
-    return _attend(rows, kv, layer, block_tables, visible, scale=scale).reshape(q.shape)
+    return _attend(rows, kv, layer, block_tables, visible, scale=scale).reshape(q.shape), arrivals
 
 
 def ragged_attention(

@@ -11,29 +11,40 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxvllm.kernels import gumbel_argmax
 from jaxvllm.kernels.noise import gumbel_noise
 
 
 def sample(logits: jax.Array, temperatures: jax.Array, seeds: jax.Array, positions: jax.Array, *, vocab_size: int,
-           axis: str | None = None) -> jax.Array:  # fmt: skip
+           axis: str | None = None, backend: str | None = None) -> jax.Array:  # fmt: skip
     """One token per row, the same on every shard.
 
     logits [B, V_local] float32; temperatures [B] float32 (0 = greedy); seeds [B, 2] uint32 (low, high word of the
     request's seed); positions [B] int32 (number of tokens before the new one); vocab_size: ids at and above it are
-    padding and never sampled. Returns ids [B] int32; equal values give the lowest id at any number of shards.
+    padding and never sampled; backend: of the fused kernel (`ResolvedBackends.fused`), None composes it of plain jax.
+    Returns ids [B] int32; equal values give the lowest id at any number of shards.
     """
-    local_size = logits.shape[-1]
-    start = 0 if axis is None else lax.axis_index(axis) * local_size
-    ids = start + jnp.arange(local_size, dtype=jnp.int32)
+    many = axis is not None and lax.axis_size(axis) > 1
+    start = lax.axis_index(axis) * logits.shape[-1] if many and axis else 0
+    if backend is None:
+        value, winner = _best(logits, temperatures, seeds, positions, start, vocab_size)
+    else:
+        value, winner = gumbel_argmax(logits, temperatures, seeds, positions, start, vocab_size=vocab_size,
+                                      backend=backend)  # fmt: skip
+    if not many or axis is None:
+        return winner
+    peak = lax.pmax(value, axis)
+    return lax.pmin(jnp.where(value == peak, winner, jnp.iinfo(jnp.int32).max), axis)
+
+
+def _best(logits: jax.Array, temperatures: jax.Array, seeds: jax.Array, positions: jax.Array,
+          start: int | jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The shard's best (value [B], global id [B]) in plain jax."""
+    ids = start + jnp.arange(logits.shape[-1], dtype=jnp.int32)
     noise = gumbel_noise(seeds, positions, ids)
     # beyond 1e30 every finite logit is nothing beside the noise, and the product must not overflow
     values = logits + jnp.minimum(temperatures, 1e30)[:, None] * noise
     # a NaN would win every comparison or none; it loses here, and a row of nothing else yields its lowest id
     values = jnp.where((ids < vocab_size) & ~jnp.isnan(values), values, -jnp.inf)
     best = jnp.argmax(values, axis=-1).astype(jnp.int32)
-    winner = start + best
-    if axis is None or lax.axis_size(axis) == 1:
-        return winner
-    value = jnp.take_along_axis(values, best[:, None], axis=-1)[:, 0]
-    peak = lax.pmax(value, axis)
-    return lax.pmin(jnp.where(value == peak, winner, jnp.iinfo(jnp.int32).max), axis)
+    return jnp.take_along_axis(values, best[:, None], axis=-1)[:, 0], start + best

@@ -31,6 +31,8 @@ from jaxvllm.models.registry import family
 from jaxvllm.runtime.sampler import sample
 from jaxvllm.runtime.state import DeviceState, KVCache
 
+type Carry = tuple[jax.Array, jax.Array]  # through the layers: the cache, and decode attention's arrivals
+
 
 def unpack(buffer: jax.Array, layout: PlanLayout) -> SimpleNamespace:
     """The plan's named arrays from its one int32 buffer [layout.size]: static slices, bit casts, no copies kept."""
@@ -53,31 +55,36 @@ def run_model(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespa
     scale = model.head_dim**-0.5
 
     def attend(
-        layer: jax.Array, q: jax.Array, k: jax.Array | None, v: jax.Array | None, kv: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+        layer: jax.Array, q: jax.Array, k: jax.Array | None, v: jax.Array | None, carry: Carry
+    ) -> tuple[jax.Array, Carry]:
+        kv, arrivals = carry
         if k is not None and v is not None:
             kv = write_kv(kv, layer, k, v, plan.slot_mapping, backend=backends.write_kv)
         if layout.bucket.kind == "decode":
-            out = decode_attention(q, kv, layer, plan.block_tables, plan.context_lens, scale=scale,
-                                   backend=backends.decode_attention)  # fmt: skip
+            out, arrivals = decode_attention(q, kv, layer, plan.block_tables, plan.context_lens, arrivals, scale=scale,
+                                             backend=backends.decode_attention)  # fmt: skip
         else:
             out = ragged_attention(q, kv, layer, plan.block_tables, plan.context_lens, plan.query_start,
                                    plan.tile_seq, plan.tile_start, scale=scale, query_tile=layout.query_tile,
                                    backend=backends.ragged_attention)  # fmt: skip
-        return out, kv
+        return out, (kv, arrivals)
 
     fused = None if backends.fused is None else fused_kernels(plan, model, backends.fused)
     forward = family(model).forward
-    return forward(params, model, token_ids, plan.positions, attend, state.cache.kv, axis=axis, fused=fused)
+    heads = model.num_attention_heads // lax.axis_size(axis)
+    carry = state.cache.kv, jnp.zeros((layout.bucket.num_seqs, heads), jnp.int32)
+    hidden, (kv, _) = forward(params, model, token_ids, plan.positions, attend, carry, axis=axis, fused=fused)
+    return hidden, kv
 
 
-def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backend: str) -> Fused[jax.Array]:
+def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backend: str) -> Fused[Carry]:
     """The forward's elementwise chains as kernels, for the plan's slots."""
 
     def norm_rope_write(layer: jax.Array, qkv: jax.Array, q_norm: jax.Array, k_norm: jax.Array, cos: jax.Array,
-                        sin: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-        return qk_norm_rope_write(qkv, q_norm, k_norm, cos, sin, kv, layer, plan.slot_mapping,
-                                  eps=model.rms_norm_eps, backend=backend)  # fmt: skip
+                        sin: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:  # fmt: skip
+        q, kv = qk_norm_rope_write(qkv, q_norm, k_norm, cos, sin, carry[0], layer, plan.slot_mapping,
+                                   eps=model.rms_norm_eps, backend=backend)  # fmt: skip
+        return q, (kv, carry[1])
 
     return Fused(partial(add_rms_norm, eps=model.rms_norm_eps, backend=backend), norm_rope_write)
 
@@ -95,7 +102,7 @@ def make_step(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackends
             hidden = hidden[jnp.maximum(plan.query_start[1:] - 1, 0)]
         logits = head_logits(family(model).head_table(params), hidden)
         tokens = sample(logits, plan.temperatures, plan.seeds, plan.sample_positions, vocab_size=model.vocab_size,
-                        axis=axis)  # fmt: skip
+                        axis=axis, backend=backends.fused)  # fmt: skip
         last_tokens = state.last_tokens.at[plan.rows].set(tokens, mode="drop")
         return DeviceState(cache=KVCache(kv=kv), last_tokens=last_tokens), tokens
 

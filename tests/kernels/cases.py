@@ -122,7 +122,10 @@ def decode_inputs(case: DecodeCase, dtype: str) -> dict[str, Any]:
     kv, tables = cache_and_tables(case.shape, case.context_lens, case.width, dtype, rng)
     q = rng.standard_normal((len(case.context_lens), case.shape.heads[0], case.shape.head_dim))
     lens = np.array(case.context_lens, np.int32)
-    return {"q": q.astype(kv.dtype), "kv": kv, "block_tables": tables, "context_lens": lens}
+    arrivals = np.zeros(q.shape[:2], np.int32)
+    return {
+        "q": q.astype(kv.dtype), "kv": kv, "block_tables": tables, "context_lens": lens, "arrivals": arrivals
+    }  # fmt: skip
 
 
 def ragged_inputs(case: RaggedCase, dtype: str) -> dict[str, Any]:

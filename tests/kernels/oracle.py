@@ -24,8 +24,9 @@ def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) ->
     return out
 
 
-def decode(q, kv, layer, block_tables, context_lens, *, scale) -> np.ndarray:
+def decode(q, kv, layer, block_tables, context_lens, arrivals, *, scale) -> np.ndarray:
     """[B, Hq, D] float64."""
+    del arrivals
     contexts = [context_of(kv, layer, t, n) for t, n in zip(block_tables, context_lens, strict=True)]
     return np.stack([attend(row, *context, scale) for row, context in zip(q, contexts, strict=True)])
 

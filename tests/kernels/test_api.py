@@ -115,7 +115,8 @@ def compiled_step(backend: str, case: cases.RaggedCase, dtype: str, *, chained: 
             plan = [inputs[n] for n in ("block_tables", "context_lens", "query_start", "tile_seq", "tile_start")]
             options = {"scale": 0.2, "backend": backend}
             q = ops["ragged_attention"](q, kv, layer, *plan, query_tile=case.query_tile, **options)
-            rows = ops["decode_attention"](q[: len(plan[1])], kv, layer, *plan[:2], **options)
+            rows = q[: len(plan[1])]
+            rows, _ = ops["decode_attention"](rows, kv, layer, *plan[:2], jnp.zeros(rows.shape[:2], int), **options)
             q = q.at[: len(plan[1])].set(rows)
         return kv, q
 

@@ -47,7 +47,8 @@ def compiled(operation: str, backend: str, **options) -> Callable[..., jax.Array
 def run_decode(inputs: dict[str, Any], backend: str) -> tuple[jax.Array, np.ndarray]:
     """The backend's result, with the layer as an operand, and the oracle's."""
     scale = inputs["q"].shape[-1] ** -0.5
-    got = compiled("decode_attention", backend, scale=scale)(layer=jnp.int32(cases.LAYER), **inputs)
+    got, arrivals = compiled("decode_attention", backend, scale=scale)(layer=jnp.int32(cases.LAYER), **inputs)
+    assert not np.asarray(arrivals).any()
     return got, oracle.decode(layer=cases.LAYER, scale=scale, **inputs)
 
 
@@ -114,5 +115,6 @@ def test_a_chunked_prompt_equals_one_shot_and_decode(backend: str) -> None:
         np.testing.assert_allclose(got[:count], whole[done : done + count], atol=2e-6)
         done += count
     last = {name: inputs[name] for name in ("kv", "block_tables", "context_lens")}
-    got, _ = run_decode({"q": inputs["q"][16:17], **last}, backend)
+    q = inputs["q"][16:17]
+    got, _ = run_decode({"q": q, "arrivals": np.zeros(q.shape[:2], np.int32), **last}, backend)
     np.testing.assert_allclose(got[0], whole[16], atol=2e-6)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxvllm import kernels
+from jaxvllm.kernels.noise import gumbel_noise
 from tests.kernels.test_lowering import cuda_text
 
 EPS = 1e-6
@@ -111,3 +112,43 @@ def test_lowers_for_a_gpu() -> None:
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     text = cuda_text(both, arguments)
     assert "qk_norm_rope_write" in text and "add_rms_norm" in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "start", "vocab_size"),
+    [(5, 93, 0, 90), (4, 2500, 0, 2500), (3, 2100, 2077, 4150), pytest.param(256, 151_936, 0, 151_936, marks=GPU),
+     pytest.param(9, 75_968, 75_968, 151_936, marks=GPU), pytest.param(1, 300_001, 7, 299_000, marks=GPU)],
+)  # fmt: skip
+def test_gumbel_argmax(rows: int, size: int, start: int, vocab_size: int) -> None:
+    """The winner of logits plus scaled noise, also on a shard that begins inside a tile; greedy rows among others."""
+    rng = np.random.default_rng(rows)
+    logits = rng.normal(size=(rows, size)).astype(np.float32) * 4
+    logits[0, 3:] = logits[0, :3].max() + 1  # equal values: the lowest id
+    logits[-1, :: size // 7] = np.nan
+    temperatures = np.resize(np.array([0, 0.6, 1, 30, 1e38], np.float32), rows)
+    seeds = rng.integers(0, 2**32, (rows, 2), dtype=np.uint32)
+    positions = rng.integers(0, 4096, rows).astype(np.int32)
+    function = jax.jit(lambda *args: kernels.gumbel_argmax(*args, vocab_size=vocab_size, backend=backend()))
+    values, ids = (np.asarray(x) for x in function(logits, temperatures, seeds, positions, jnp.int32(start)))
+    own = np.arange(start, start + size)
+    noise = np.asarray(gumbel_noise(*map(jnp.asarray, (seeds, positions, own))), np.float64)
+    scale = np.minimum(temperatures, 1e30)[:, None].astype(np.float64)
+    sums = np.where((own < vocab_size) & ~np.isnan(logits), logits + scale * noise, -np.inf)
+    picked = np.take_along_axis(sums, (ids - start)[:, None], axis=1)[:, 0]
+    error = 2e-5 * np.maximum(1, scale[:, 0])
+    assert (picked >= sums.max(axis=1) - error).all()
+    np.testing.assert_array_less(np.abs(values - picked) - 1e-6 * np.abs(picked), error)
+    greedy = temperatures == 0
+    np.testing.assert_array_equal(ids[greedy], start + sums[greedy].argmax(axis=1))
+
+
+def test_gumbel_argmax_of_a_row_of_nothing_is_its_first_id() -> None:
+    arguments = (jnp.full((1, 40), jnp.nan), jnp.ones(1), jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.int32))
+    assert kernels.gumbel_argmax(*arguments, 8, vocab_size=48, backend=backend())[1].tolist() == [8]
+
+
+def test_gumbel_argmax_lowers() -> None:
+    shapes = ((256, 151_936), jnp.float32), ((256,), jnp.float32), ((256, 2), jnp.uint32), ((256,), jnp.int32)
+    arguments = [jax.ShapeDtypeStruct(*shape) for shape in (*shapes, ((), jnp.int32))]
+    text = cuda_text(lambda *a: kernels.gumbel_argmax(*a, vocab_size=151_936, backend="triton"), arguments)
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == 1

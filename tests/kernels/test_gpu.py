@@ -67,16 +67,17 @@ def test_a_donated_cache_is_updated_in_place(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("splits", "tile"), [(1, 32), (2, 16), (16, 64), (64, 16)])
-def test_every_split_and_tile_gives_the_same(splits: int, tile: int, dtype: str) -> None:
+@pytest.mark.parametrize(("splits", "programs", "tile"), [(1, 99, 32), (2, 9999, 16), (16, 100, 64), (64, 9999, 16)])
+def test_every_split_and_tile_gives_the_same(splits: int, programs: int, tile: int, dtype: str) -> None:
     """Tunables change speed only: also more splits than tiles, tiles of a part of a block and of several."""
     case = cases.DecodeCase("tunables", cases.Shape((16, 8), 64, 32), (1, 0, 33, 500, 64), width=20)
     inputs = cases.decode_inputs(case, dtype)
     _, want = test_attention.run_decode(inputs, "xla")
-    config = decode_triton.DecodeConfig(splits, tile, num_warps=2, num_stages=2)
+    config = decode_triton.DecodeConfig(splits, programs, 1, tile, num_warps=2, num_stages=2)
     device = cases.on_device(inputs)
-    got = decode_triton.decode_attention(layer=cases.LAYER, scale=64**-0.5, config=config, **device)
+    got, arrivals = decode_triton.decode_attention(layer=cases.LAYER, scale=64**-0.5, config=config, **device)
     test_attention.assert_close(got, want, dtype)
+    assert not np.asarray(arrivals).any()
 
 
 @pytest.mark.parametrize(("heads", "tile"), [(1, 16), (2, 64), (1, 128)])
@@ -104,10 +105,11 @@ def test_a_cache_beyond_4_gib_is_addressed_right() -> None:
     kv = write(kv=kv, layer=layer, k=keys, v=-keys, slot_mapping=slots)
     q = jax.random.normal(jax.random.key(1), (1, 4, head_dim), jnp.bfloat16)
     plan = {"block_tables": jnp.array([[blocks - 1]], jnp.int32), "context_lens": jnp.array([64], jnp.int32)}
-    got = test_attention.compiled("decode_attention", "triton", scale=0.125)(q=q, kv=kv, layer=layer, **plan)
+    plan["arrivals"] = jnp.zeros((1, 4), jnp.int32)
+    got, _ = test_attention.compiled("decode_attention", "triton", scale=0.125)(q=q, kv=kv, layer=layer, **plan)
     small = jnp.stack([keys, -keys]).swapaxes(1, 2)[None, :, None]  # [1, 2, 1, Hkv, P, D]
-    want = test_attention.compiled("decode_attention", "reference", scale=0.125)(
-        q=q, kv=small, layer=jnp.int32(0), block_tables=jnp.zeros((1, 1), jnp.int32), context_lens=plan["context_lens"]
-    )
+    plan["block_tables"] = jnp.zeros((1, 1), jnp.int32)
+    reference = test_attention.compiled("decode_attention", "reference", scale=0.125)
+    want, _ = reference(q=q, kv=small, layer=jnp.int32(0), **plan)
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=1e-2)
     assert not np.asarray(kv[:, :, : blocks - 1].any())

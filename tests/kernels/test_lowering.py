@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxvllm import kernels
-from jaxvllm.kernels.decode_triton import decode_config
+from jaxvllm.kernels.decode_triton import decode_config, tokens_per_split
 from jaxvllm.kernels.prefill_triton import prefill_config
 from tests.kernels import cases
 
@@ -42,7 +42,8 @@ def cuda_text(function, arguments, device_kind: str = "NVIDIA H200", **jit_optio
 
 def decode_text(shape: cases.Shape, dtype: str, batch: int, width: int, **options) -> str:
     function = functools.partial(kernels.decode_attention, scale=0.1, backend="triton")
-    return cuda_text(function, arrays(shape, dtype, batch, batch, width), **options)
+    arrivals = jax.ShapeDtypeStruct((batch, shape.heads[0]), jnp.int32)
+    return cuda_text(function, (*arrays(shape, dtype, batch, batch, width), arrivals), **options)
 
 
 def ragged_text(case: cases.RaggedCase, dtype: str, **options) -> str:
@@ -56,7 +57,7 @@ def ragged_text(case: cases.RaggedCase, dtype: str, **options) -> str:
 @pytest.mark.parametrize("case", DECODE_CASES, ids=lambda c: c.name)
 def test_decode_lowers(case: cases.DecodeCase) -> None:
     text = decode_text(case.shape, "bfloat16", len(case.context_lens), case.width or 8)
-    assert text.count(TRITON_CALL) in (1, 2)
+    assert text.count(TRITON_CALL) == 1
 
 
 @pytest.mark.parametrize("case", RAGGED_CASES, ids=lambda c: c.name)
@@ -83,18 +84,28 @@ def test_float32_lowers(device: str) -> None:
     assert TRITON_CALL in ragged_text(case, "float32", device_kind=device)
 
 
-def test_a_large_batch_is_one_launch_and_a_small_one_adds_the_combine() -> None:
+def test_decode_is_one_launch_at_any_batch() -> None:
     shape = cases.Shape((16, 8), 128, 64)
-    assert decode_text(shape, "bfloat16", 256, 64).count(TRITON_CALL) == 1
-    assert decode_text(shape, "bfloat16", 1, 64).count(TRITON_CALL) == 2
+    for batch in (1, 64, 256):
+        text = decode_text(shape, "bfloat16", batch, 64)
+        assert text.count(TRITON_CALL) == 1
+        assert "output_operand_alias<output_tuple_indices = [1], operand_index = 6" in text  # the arrivals
 
 
 def test_splits_follow_the_batch_the_machine_and_the_table() -> None:
     config = functools.partial(decode_config, kv_heads=8, head_dim=128, block_size=64, itemsize=2)
-    assert [config(batch, width=64, sms=132).num_splits for batch in (1, 8, 64, 256)] == [32, 8, 1, 1]
-    assert config(1, width=1, sms=132).num_splits == 1
-    assert config(1, width=1024, sms=132).num_splits == 64
-    assert config(8, width=64, sms=264).num_splits == 16
+    assert [config(batch, width=64, sms=132).max_splits for batch in (1, 8, 64, 256)] == [64, 32, 4, 4]
+    assert config(1, width=1, sms=132).max_splits == 1
+    assert config(256, width=1024, sms=132).max_splits == 64
+
+
+@pytest.mark.parametrize(
+    ("lens", "tokens"),
+    [((64,), 128), ((1024,), 128), ((16384,), 128), ((16384,) * 8, 704), ((1024,) * 256, 1344), ((0, 0), 128)],
+)
+def test_a_splits_tokens_deal_the_step_to_the_wanted_programs(lens: tuple[int, ...], tokens: int) -> None:
+    config = decode_config(len(lens), 8, 128, 64, 256, 2, 132)
+    assert tokens_per_split(jnp.array(lens), 8, config).tolist() == [tokens]
 
 
 def test_tiles_fit_blocks_and_shared_memory() -> None:
