@@ -116,6 +116,8 @@ def add_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """x, delta [T, H] of one dtype, weights [R, H] -> (x + delta, rms_norm(x + delta, eps) * weights[row]).
 
+    delta may also be [S, T, H] float32: parts that are summed, in order, and rounded to x's dtype first.
+
     backend: a Triton one (`ResolvedBackends.fused`); elsewhere models compose it of plain jax.
     """
     return implementation("add_rms_norm", backend)(x, delta, weights, row, eps=eps)

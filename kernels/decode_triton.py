@@ -62,6 +62,7 @@ class DecodeConfig:
     tile: int
     num_warps: int
     num_stages: int
+    fused: bool = True
 
 
 def decode_config(
@@ -109,7 +110,8 @@ def decode_attention(
     rows = min(MAX_ROWS, max(MIN_DOT, next_power_of_two(group)))
     head_blocks = kv_heads * pl.cdiv(group, rows)
     part = (batch, num_heads, config.max_splits)
-    out, arrivals, *_ = pl.pallas_call(
+    split_tokens = tokens_per_split(context_lens, kv_heads, config)
+    out, arrivals, *parts = pl.pallas_call(
         functools.partial(_decode_kernel, scale=scale, group=group, rows=rows, config=config, interpret=interpret),
         grid=(head_blocks, batch, config.max_splits),
         out_shape=(
@@ -124,13 +126,22 @@ def decode_attention(
         name="paged_decode",
     )(
         jnp.asarray(layer, jnp.int32).reshape(1),
-        tokens_per_split(context_lens, kv_heads, config),
+        split_tokens,
         q,
         as_rows(kv),
         block_tables,
         context_lens,
         arrivals,
     )
+    if not config.fused and config.max_splits > 1:
+        out = pl.pallas_call(
+            functools.partial(_combine_kernel, config=config),
+            grid=(num_heads, batch),
+            out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+            compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
+            interpret=interpret,
+            name="paged_decode_combine",
+        )(split_tokens, context_lens, *parts)
     return out, arrivals
 
 
@@ -164,9 +175,7 @@ def _decode_kernel(
 
     context = lens_ref[seq]
     num_tiles = pl.cdiv(context, tile)
-    num_splits = jnp.clip(pl.cdiv(context, split_tokens_ref[0]), 1, config.max_splits)
-    tiles_per_split = pl.cdiv(num_tiles, num_splits)
-    num_splits = jnp.maximum(pl.cdiv(num_tiles, jnp.maximum(tiles_per_split, 1)), 1)  # none is empty
+    num_splits, tiles_per_split = _splits(context, split_tokens_ref[0], config)
     first_tile = split * tiles_per_split
     last_tile = jnp.minimum(first_tile + tiles_per_split, num_tiles)
     layer = layer_ref[0]
@@ -190,6 +199,12 @@ def _decode_kernel(
         )
         top, total, acc = lax.fori_loop(first_tile, last_tile, step, state)
         out = acc / jnp.where(total > 0, total, 1.0)[:, None]
+
+        if not config.fused and config.max_splits > 1:
+            log_weight = jnp.where(total > 0, top + jnp.log2(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+            plgpu.store(part_ref.at[seq, pl.ds(first_row, rows), split, :], out, mask=kept[:, None])
+            plgpu.store(weight_ref.at[seq, pl.ds(first_row, rows), split], log_weight, mask=kept)
+            return
 
         @pl.when(num_splits == 1)
         def _whole():
@@ -215,10 +230,25 @@ def _decode_kernel(
                 arrivals_ref[seq, head_block] = 0
 
 
+def _splits(context, split_tokens, config: DecodeConfig):
+    """How many splits a context has, none of them empty, and the tiles of each."""
+    num_tiles = pl.cdiv(context, config.tile)
+    num_splits = jnp.clip(pl.cdiv(context, split_tokens), 1, config.max_splits)
+    tiles_per_split = pl.cdiv(num_tiles, num_splits)
+    return jnp.maximum(pl.cdiv(num_tiles, jnp.maximum(tiles_per_split, 1)), 1), tiles_per_split
+
+
+def _combine_kernel(split_tokens_ref, lens_ref, part_ref, weight_ref, out_ref, *, config: DecodeConfig):
+    query_head, seq = pl.program_id(0), pl.program_id(1)
+    num_splits, _ = _splits(lens_ref[seq], split_tokens_ref[0], config)
+    _combine(out_ref, part_ref, weight_ref, seq, num_splits, config.max_splits, query_head)
+
+
 def _combine(out_ref, part_ref, weight_ref, seq, num_splits, max_splits: int, query_head) -> None:
     """Writes the mean of a query head's parts under their base-2 log weights."""
     every = lax.iota(jnp.int32, max_splits)
     top = jnp.max(plgpu.load(weight_ref.at[seq, query_head, every], mask=every < num_splits, other=-jnp.inf))
+    top = jnp.maximum(top, -1e30)  # finite also for an empty context
     size = min(PARTS_AT_ONCE, max_splits)
 
     def step(index, state):
@@ -232,4 +262,4 @@ def _combine(out_ref, part_ref, weight_ref, seq, num_splits, max_splits: int, qu
 
     state = (jnp.float32(0), jnp.zeros((part_ref.shape[3],), jnp.float32))
     total, acc = lax.fori_loop(0, pl.cdiv(num_splits, size), step, state)
-    out_ref[seq, query_head, :] = (acc / total).astype(out_ref.dtype)
+    out_ref[seq, query_head, :] = (acc / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)

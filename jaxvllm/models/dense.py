@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxvllm.config import ConfigError, ModelConfig
-from jaxvllm.models.layers import add_rms_norm, embed_tokens, project, rope_tables, tp_sum
+from jaxvllm.models.layers import add_rms_norm, embed_tokens, project, project_parts, rope_tables, tp_sum
 from jaxvllm.models.params import ParamInfo, Source, Table
 
 # (layer, an int32 scalar; q [T, Hq, D]; k, v [T, Hkv, D], or None when they are written already; carry)
@@ -38,7 +38,9 @@ STD = 0.02  # of random weights
 class Fused[Carry]:
     """Kernels for what lies between the projections; each computes what the plain lines of a forward do.
 
-    add_norm(x, delta, weights [R, H], row) -> (x + delta, its norm with weights[row]), both [T, H].
+    add_norm(x, delta, weights [R, H], row) -> (x + delta, its norm with weights[row]), both [T, H]; delta [T, H], or
+    [parts, T, H] float32 to be summed first.
+    parts: in how many the products that end a sublayer are computed (``project_parts``); 1 = whole.
     norm_rope_write(layer, qkv [T, Hkv, G + 2, D], q_norm [L, D], k_norm [L, D], cos, sin [T, D/2], carry)
     -> (q [T, Hq, D] normed and rotated, the carry with keys and values written).
     Norm weights are handed over whole: a layer's slice would be a copy of its own.
@@ -46,6 +48,7 @@ class Fused[Carry]:
 
     add_norm: Callable[[jax.Array, jax.Array, jax.Array, int | jax.Array], tuple[jax.Array, jax.Array]]
     norm_rope_write: Callable[..., tuple[jax.Array, Carry]]
+    parts: int = 1
 
 
 def param_table(config: ModelConfig, *, tp: int = 1, qk_norm: bool = False, qkv_bias: bool = False) -> Table:
@@ -142,6 +145,11 @@ def forward[Carry](params: Mapping[str, Any], config: ModelConfig, token_ids: ja
     add_norm = partial(add_rms_norm, eps=config.rms_norm_eps) if fused is None else fused.add_norm
     cos, sin = rope_tables(positions, config.rope, config.head_dim)
 
+    def end_sublayer(y: jax.Array, weight: jax.Array) -> jax.Array:
+        if fused is None or fused.parts == 1:
+            return tp_sum(project(y, weight), axis)
+        return project_parts(y, weight, fused.parts)
+
     # One function for all layers: it is traced and lowered once and called L times with the layer's number as an
     # operand. XLA inlines the calls, so the compiled step is the same as an unrolled one.
     @jax.jit
@@ -150,13 +158,15 @@ def forward[Carry](params: Mapping[str, Any], config: ModelConfig, token_ids: ja
         x, y = add_norm(x, delta, params["input_norm"], i)
         q, k, v, carry = qkv(i, layer, y, cos, sin, carry)
         out, carry = attend(i, q, k, v, carry)
-        delta = tp_sum(project(out.reshape(out.shape[0], -1), layer["o"]), axis)
+        delta = end_sublayer(out.reshape(out.shape[0], -1), layer["o"])
         x, y = add_norm(x, delta, params["post_norm"], i)
         gate_up = project(y, layer["gate_up"])  # [T, 2, I_local]
-        return x, tp_sum(project(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], layer["down"]), axis), carry
+        return x, end_sublayer(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], layer["down"]), carry
 
     x = embed_tokens(params["embed"], token_ids, axis)  # [T, H], the residual stream
     delta = jnp.zeros_like(x)  # what the last sublayer adds to it
+    if fused is not None and fused.parts > 1:
+        delta = jnp.zeros((fused.parts, *x.shape), jnp.float32)
     for i, layer in enumerate(params["layers"]):
         x, delta, carry = block(jnp.int32(i), layer, x, delta, carry)
     return add_norm(x, delta, params["final_norm"][None], 0)[1], carry

@@ -45,6 +45,22 @@ def project(x: jax.Array, weight: jax.Array, *, out_dtype: jnp.dtype | None = No
     return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
+def project_parts(x: jax.Array, weight: jax.Array, parts: int) -> jax.Array:
+    """``project`` split over its inner dimension: x [T, K], weight [N, K] -> [parts, T, N] float32 that sum to it.
+
+    A product of few rows has too few output tiles to fill a GPU; split, it has parts times as many, and the sum goes
+    into the kernel that follows.
+    """
+    x, weight = (a.reshape(a.shape[0], parts, -1) for a in (x, weight))
+    return lax.dot_general(
+        x,
+        weight,
+        (((2,), (2,)), ((1,), (1,))),
+        precision=dot_precision(x.dtype),
+        preferred_element_type=jnp.dtype(jnp.float32),
+    )
+
+
 def rope_tables(positions: jax.Array, rope: RopeConfig, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """cos and sin [T, D/2] float32 for positions [T] int32.
 

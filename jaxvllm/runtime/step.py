@@ -31,6 +31,9 @@ from jaxvllm.models.registry import family
 from jaxvllm.runtime.sampler import sample
 from jaxvllm.runtime.state import DeviceState, KVCache
 
+PARTS = 4  # of the products that end a sublayer, up to so many tokens: measured, see ARCHITECTURE.md
+PARTS_MAX_TOKENS = 256
+
 type Carry = tuple[jax.Array, jax.Array]  # through the layers: the cache, and decode attention's arrivals
 
 
@@ -69,7 +72,7 @@ def run_model(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespa
                                    backend=backends.ragged_attention)  # fmt: skip
         return out, (kv, arrivals)
 
-    fused = None if backends.fused is None else fused_kernels(plan, model, backends.fused)
+    fused = None if backends.fused is None else fused_kernels(plan, model, backends.fused, axis)
     forward = family(model).forward
     heads = model.num_attention_heads // lax.axis_size(axis)
     carry = state.cache.kv, jnp.zeros((layout.bucket.num_seqs, heads), jnp.int32)
@@ -77,7 +80,7 @@ def run_model(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespa
     return hidden, kv
 
 
-def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backend: str) -> Fused[Carry]:
+def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backend: str, axis: str) -> Fused[Carry]:
     """The forward's elementwise chains as kernels, for the plan's slots."""
 
     def norm_rope_write(layer: jax.Array, qkv: jax.Array, q_norm: jax.Array, k_norm: jax.Array, cos: jax.Array,
@@ -86,7 +89,10 @@ def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backend: str) -> Fu
                                    eps=model.rms_norm_eps, backend=backend)  # fmt: skip
         return q, (kv, carry[1])
 
-    return Fused(partial(add_rms_norm, eps=model.rms_norm_eps, backend=backend), norm_rope_write)
+    tokens, shards = plan.positions.shape[0], lax.axis_size(axis)
+    divides = not (model.num_attention_heads * model.head_dim % PARTS or model.intermediate_size % PARTS)
+    parts = PARTS if tokens <= PARTS_MAX_TOKENS and shards == 1 and divides else 1
+    return Fused(partial(add_rms_norm, eps=model.rms_norm_eps, backend=backend), norm_rope_write, parts)
 
 
 def make_step(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackends, axis: str) -> Callable[..., Any]:

@@ -52,6 +52,17 @@ def test_add_rms_norm(tokens: int, size: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_add_rms_norm_sums_parts(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    x, parts = draw(rng, 3, 96, dtype=dtype), draw(rng, 4, 3, 96, dtype="float32")
+    function = jax.jit(lambda *args: kernels.add_rms_norm(*args, eps=EPS, backend=backend()))
+    total, normed = (np.asarray(out, np.float64) for out in function(x, parts, np.ones((1, 96), dtype), jnp.int32(0)))
+    wide = x.astype(np.float64) + parts.astype(np.float64).sum(axis=0)
+    np.testing.assert_allclose(total, wide, **tolerance(dtype, wide))
+    np.testing.assert_allclose(normed, rms(total, np.ones(96)), **tolerance(dtype, rms(total, np.ones(96))))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("tokens", "heads", "head_dim", "block_size"),
     [(7, (4, 2), 32, 4), (3, (6, 2), 40, 16), (5, (5, 1), 64, 16), (4, (3, 3), 16, 1),
