@@ -27,6 +27,9 @@ QWEN3 = [name for name in NAMES if ModelConfig.from_dir(DATA / name).architectur
 # untied_sharded_index in its RoPE and its tied head.
 ALL_SIZES = [name for name in QWEN3 if name != "yarn_factor_4"]
 CASES = [(name, size) for name in NAMES for size in (4, 16, 64) if name in ALL_SIZES or size == 16]
+# Where chunks meet blocks is the plan's matter, which knows no model: every size for one. The others' attention has
+# contexts longer than its queries, at each block size, in test_tokens_and_logprobs: with prefix hits.
+CHUNKED = [(name, size) for name, size in CASES if size == 16 or name == "tied_head_dim_differs"]
 LOGPROB_TOLERANCE = 1e-4
 
 
@@ -71,7 +74,7 @@ def test_tokens_and_logprobs(name: str, block_size: int) -> None:
         assert stats["preemptions"] == 0 and stats["compiles_after_warmup"] == 0
 
 
-@pytest.mark.parametrize(("name", "block_size"), CASES)
+@pytest.mark.parametrize(("name", "block_size"), CHUNKED)
 def test_prompts_chunked_to_five_tokens(name: str, block_size: int) -> None:
     cases = expected(name)
     with engine(name, block_size, max_num_batched_tokens=5, token_buckets=(5,)) as llm:
