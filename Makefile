@@ -36,13 +36,13 @@ demo: $(READY)
 test: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pytest -n $(JOBS) $(TESTS)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 
 test-newest:
 	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && "$$python" -m venv --clear $(NEWEST)
 	@grep -v -E '^(jax|jaxlib)==' constraints.txt > $(NEWEST)/constraints.txt
 	@$(NEWEST)/bin/python -m pip $(PIP_INSTALL) --upgrade -e '.[dev]' jax -c $(NEWEST)/constraints.txt
-	-$(NEWEST)/bin/python -m pytest -n $(JOBS) --junitxml=$(NEWEST)/report.xml $(TESTS)
+	-$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal --junitxml=$(NEWEST)/report.xml $(TESTS)
 	$(NEWEST)/bin/python scripts/record_newest.py $(NEWEST)/report.xml tests/newest.jsonl "$(TESTS)"
 
 test-real: $(READY)

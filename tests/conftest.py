@@ -2,11 +2,17 @@
 
 By default everything runs on the CPU with 8 fake devices. JAXVLLM_TEST_GPU=1 leaves the platform to jax, for
 `make test-gpu`; tests marked `gpu` are skipped without it. Tests marked `slow` need `--slow`.
+
+Compiling is most of the suite's time, and many engines of it are alike. So XLA runs at level 0 (the arithmetic is the
+same), and whatever one test compiled the others read from a folder that lives as long as the session. What jax finds
+it by is the program itself: other code is never answered from it, and the engine's own counts are as without it.
 """
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -16,9 +22,12 @@ ON_GPU = os.environ.get("JAXVLLM_TEST_GPU", "") not in ("", "0")
 if not ON_GPU:
     os.environ["JAX_PLATFORMS"] = "cpu"
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        # level 0: compiling is most of the suite's time, and the arithmetic is the same
         flag = f"--xla_force_host_platform_device_count={NUM_FAKE_DEVICES} --xla_backend_optimization_level=0"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder of the process that started them
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxvllm-tests-")
+        os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(1 << 32)  # never reached: with a limit, jax locks the folder
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.25"  # few files: the lock's holder looks at all
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,6 +41,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         backend = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
         if backend != "gpu":
             pytest.exit(f"no GPU is visible to jax (its backend is {backend or 'broken'!r})", 1)
+
+
+def pytest_unconfigure() -> None:
+    if not ON_GPU and "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -67,7 +67,7 @@ def test_a_seed_gives_its_tokens_alone_in_a_batch_in_another_row_and_after_a_pre
         together = tokens_of(llm, prompts, params)
         alone = [tokens_of(llm, [prompt], [one])[0] for prompt, one in zip(prompts, params, strict=True)]
         backwards = tokens_of(llm, prompts[::-1], params[::-1])[::-1]
-    with make_engine(num_blocks=11) as llm:
+    with make_engine(num_blocks=14) as llm:
         crowded = tokens_of(llm, prompts, params)
         assert llm.stats()["preemptions"] > 0
     assert together == alone == backwards == crowded

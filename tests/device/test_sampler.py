@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,33 +108,39 @@ def test_chi_square_against_softmax(temperature: float) -> None:
 
 
 def draw(
-    logits: np.ndarray, temperature: float, *, seed: int = 5, position: int = 0, vocab_size: int | None = None
-) -> int:
-    token = sample(
-        jnp.asarray(logits, jnp.float32)[None], jnp.array([temperature], jnp.float32),
-        jnp.array([[seed, 0]], jnp.uint32), jnp.array([position]), vocab_size=vocab_size or len(logits),
+    logits: np.ndarray, temperature: float, *, seeds: Sequence[int] = (5,), positions: Sequence[int] = (0,),
+    vocab_size: int | None = None,
+) -> set[int]:  # fmt: skip
+    """The tokens of all pairs of a seed and a position, each a row of one call."""
+    pairs = np.array([(seed, position) for seed in seeds for position in positions])
+    rows = len(pairs)
+    words = np.stack([pairs[:, 0], np.zeros(rows)], axis=1).astype(np.uint32)
+    tokens = sample(
+        jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (rows, len(logits))),
+        jnp.full(rows, temperature, jnp.float32), jnp.asarray(words), jnp.asarray(pairs[:, 1], jnp.int32),
+        vocab_size=vocab_size or len(logits),
     )  # fmt: skip
-    return int(token[0])
+    return set(np.asarray(tokens).tolist())
 
 
 def test_greedy_takes_the_lowest_of_equal_ids_and_ignores_noise() -> None:
     logits = np.array([1.0, 3.0, 3.0, -2.0])
-    assert {draw(logits, 0.0, seed=seed) for seed in range(20)} == {1}
+    assert draw(logits, 0.0, seeds=range(20)) == {1}
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-4, 1.0, 1e4, 1e30, 3e38])
 def test_every_temperature_gives_a_token(temperature: float) -> None:
     logits = np.array([-1e30, 40.0, 39.0, -np.inf])
-    tokens = {draw(logits, temperature, position=p) for p in range(40)}
+    tokens = draw(logits, temperature, positions=range(40))
     assert tokens <= {0, 1, 2, 3}
     if temperature <= 1e-4:
         assert tokens == {1}
-    assert draw(np.array([np.nan, 1.0, np.nan]), temperature) == 1
+    assert draw(np.array([np.nan, 1.0, np.nan]), temperature) == {1}
 
 
 def test_padded_ids_are_never_sampled() -> None:
     logits = np.array([0.0, 0.0, 0.0, 1e9])
-    assert all(draw(logits, t, position=p, vocab_size=3) < 3 for t in (0.0, 1.0, 1e30) for p in range(30))
+    assert all(max(draw(logits, t, positions=range(30), vocab_size=3)) < 3 for t in (0.0, 1.0, 1e30))
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:

@@ -15,7 +15,7 @@ ROW_KEYS = {"bench", "case", "value", "unit", "floor", "device", "jax", "commit"
 
 
 def run(module: str, out: Path, *options: str) -> list[dict[str, object]]:
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}  # that they run
     command = [sys.executable, "-m", f"bench.{module}", *options, "--out", str(out), "--commit", "abc"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
