@@ -29,6 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from . import decode_table
 from .triton_tiles import (
     LOG2_E,
     MIN_DOT,
@@ -47,17 +48,14 @@ PARTS_AT_ONCE = 16  # of the combination: [16, D] float32 in registers
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Tunables of a shape.
+    """Tunables of a shape; see `decode_table.DecodeRow` for the others.
 
     max_splits   of a context, a power of two: the grid, and the room for parts
-    programs     wanted in the launch as a whole; the step's tokens are dealt to about so many
-    min_tokens   of a split: below this, combining costs more than it wins
-    tile         context tokens a tile
-    num_warps, num_stages   Triton's, of a program
+    programs     wanted in the launch as a whole: (contexts of about one length, mixed lengths)
     """
 
     max_splits: int
-    programs: int
+    programs: tuple[int, int]
     min_tokens: int
     tile: int
     num_warps: int
@@ -66,25 +64,37 @@ class DecodeConfig:
 
 
 def decode_config(
-    batch: int, kv_heads: int, head_dim: int, block_size: int, width: int, itemsize: int, sms: int
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    width: int,
+    itemsize: int,
+    sms: int,
+    device_kind: str = decode_table.DEFAULT,
 ) -> DecodeConfig:
-    """The default for a shape."""
-    tile = 32 if itemsize == 4 else 128 if block_size % 128 == 0 else 64
+    """The measured default for a shape: the table's row, and a tile that fits blocks and shared memory."""
+    pairs = batch * kv_heads
+    row = decode_table.row_for(pairs, device_kind)
+    tile = min(row.tile, 32) if itemsize == 4 else row.tile
     while tile > MIN_DOT and tile * head_dim * itemsize > 32 << 10:  # one stage of keys in shared memory
         tile //= 2
-    programs = 12 * sms
-    room = max(1, programs // (batch * kv_heads), width * block_size // 1024)
+    room = max(1, 16 * sms // pairs, width * block_size // 1024)
     splits = min(MAX_SPLITS, next_power_of_two(room), next_power_of_two(pl.cdiv(width * block_size, tile)))
-    return DecodeConfig(splits, programs, min_tokens=2 * tile, tile=tile, num_warps=2, num_stages=2)
+    programs = row.programs[0] * sms, row.programs[1] * sms
+    return DecodeConfig(splits, programs, row.min_tokens, tile, row.num_warps, row.num_stages, row.fused)
 
 
 def tokens_per_split(context_lens: jax.Array, heads: int, config: DecodeConfig) -> jax.Array:
     """int32 [1]: the context tokens of one program, a multiple of the tile, so that the launch has config.programs.
 
+    Contexts of about one length (none 1.25 times the mean) end together anyway, so they take fewer and longer splits.
     The same for every layer of a step: XLA computes it once.
     """
-    total = jnp.sum(context_lens) * heads
-    tokens = jnp.maximum(pl.cdiv(total, config.programs), config.min_tokens)
+    total = jnp.sum(context_lens)
+    even = 4 * jnp.max(context_lens) * jnp.sum(context_lens > 0) <= 5 * total
+    programs = jnp.where(even, *config.programs)
+    tokens = jnp.maximum(pl.cdiv(total * heads, programs), config.min_tokens)
     return (pl.cdiv(tokens, config.tile) * config.tile).astype(jnp.int32).reshape(1)
 
 
@@ -246,20 +256,21 @@ def _combine_kernel(split_tokens_ref, lens_ref, part_ref, weight_ref, out_ref, *
 
 def _combine(out_ref, part_ref, weight_ref, seq, num_splits, max_splits: int, query_head) -> None:
     """Writes the mean of a query head's parts under their base-2 log weights."""
-    every = lax.iota(jnp.int32, max_splits)
-    top = jnp.max(plgpu.load(weight_ref.at[seq, query_head, every], mask=every < num_splits, other=-jnp.inf))
-    top = jnp.maximum(top, -1e30)  # finite also for an empty context
     size = min(PARTS_AT_ONCE, max_splits)
 
     def step(index, state):
-        total, acc = state
+        top, total, acc = state
         split = index * size + lax.iota(jnp.int32, size)
         used = split < num_splits
-        weights = jnp.exp2(plgpu.load(weight_ref.at[seq, query_head, split], mask=used, other=-jnp.inf) - top)
+        log = plgpu.load(weight_ref.at[seq, query_head, split], mask=used, other=-jnp.inf)
         ref = part_ref.at[seq, query_head, pl.ds(index * size, size), :]
-        parts = plgpu.load(ref, mask=used[:, None], other=0.0)
-        return total + jnp.sum(weights), acc + jnp.sum(parts * weights[:, None], axis=0)
+        parts = plgpu.load(ref, mask=used[:, None], other=0.0)  # in flight together with the weights
+        new_top = jnp.maximum(top, jnp.max(log))
+        weights, fade = jnp.exp2(log - new_top), jnp.exp2(top - new_top)
+        return new_top, total * fade + jnp.sum(weights), acc * fade + jnp.sum(parts * weights[:, None], axis=0)
 
-    state = (jnp.float32(0), jnp.zeros((part_ref.shape[3],), jnp.float32))
-    total, acc = lax.fori_loop(0, pl.cdiv(num_splits, size), step, state)
+    #  finite from the start, also for an empty context
+    state = (jnp.float32(-1e30), jnp.float32(0), jnp.zeros((part_ref.shape[3],), jnp.float32))
+    state = step(0, state)
+    _, total, acc = lax.fori_loop(1, pl.cdiv(num_splits, size), step, state)
     out_ref[seq, query_head, :] = (acc / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)

@@ -31,8 +31,8 @@ from jaxvllm.models.registry import family
 from jaxvllm.runtime.sampler import sample
 from jaxvllm.runtime.state import DeviceState, KVCache
 
-PARTS = 4  # of the products that end a sublayer, up to so many tokens: measured, see ARCHITECTURE.md
-PARTS_MAX_TOKENS = 256
+PARTS = 4  # of the products that end a sublayer, for so many tokens: measured, see ARCHITECTURE.md
+PARTS_TOKENS = range(129, 257)
 
 type Carry = tuple[jax.Array, jax.Array]  # through the layers: the cache, and decode attention's arrivals
 
@@ -91,7 +91,7 @@ def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backend: str, axis:
 
     tokens, shards = plan.positions.shape[0], lax.axis_size(axis)
     divides = not (model.num_attention_heads * model.head_dim % PARTS or model.intermediate_size % PARTS)
-    parts = PARTS if tokens <= PARTS_MAX_TOKENS and shards == 1 and divides else 1
+    parts = PARTS if tokens in PARTS_TOKENS and shards == 1 and divides else 1
     return Fused(partial(add_rms_norm, eps=model.rms_norm_eps, backend=backend), norm_rope_write, parts)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxvllm import kernels
+from jaxvllm.kernels import decode_triton
 from tests.kernels import cases, oracle
 
 BACKENDS = ("reference", "xla", "triton_interpret")
@@ -79,6 +80,21 @@ def test_decode(case: cases.DecodeCase, dtype: str, backend: str) -> None:
     got, want = run_decode(cases.decode_inputs(case, dtype), backend)
     assert got.dtype == jnp.dtype(dtype)
     assert_close(got, want, dtype)
+
+
+@pytest.mark.parametrize(
+    ("splits", "programs", "fused"), [(1, 1, True), (2, 99, False), (16, 20, True), (32, 999, True), (32, 999, False)]
+)
+def test_splits_change_nothing(splits: int, programs: int, fused: bool) -> None:
+    """One split to more than there are tiles, combined by the last program or by a second launch; empty rows too."""
+    case = cases.DecodeCase("splits", cases.Shape((4, 2), 16, 16), (0, 1, 16, 300, 17, 130), width=20)
+    inputs = cases.decode_inputs(case, "float32")
+    config = decode_triton.DecodeConfig(splits, (programs, programs), 1, 16, 1, 1, fused)
+    function = functools.partial(decode_triton.decode_attention, scale=0.25, config=config, interpret=True)
+    fast = {"xla_backend_optimization_level": 0}
+    got, arrivals = jax.jit(function, compiler_options=fast)(layer=jnp.int32(cases.LAYER), **cases.on_device(inputs))
+    assert not np.asarray(arrivals).any()
+    assert_close(got, oracle.decode(layer=cases.LAYER, scale=0.25, **inputs), "float32")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

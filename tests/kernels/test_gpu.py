@@ -67,13 +67,14 @@ def test_a_donated_cache_is_updated_in_place(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(("splits", "programs", "tile"), [(1, 99, 32), (2, 9999, 16), (16, 100, 64), (64, 9999, 16)])
-def test_every_split_and_tile_gives_the_same(splits: int, programs: int, tile: int, dtype: str) -> None:
+def test_every_split_and_tile_gives_the_same(splits: int, programs: int, tile: int, fused: bool, dtype: str) -> None:
     """Tunables change speed only: also more splits than tiles, tiles of a part of a block and of several."""
     case = cases.DecodeCase("tunables", cases.Shape((16, 8), 64, 32), (1, 0, 33, 500, 64), width=20)
     inputs = cases.decode_inputs(case, dtype)
     _, want = test_attention.run_decode(inputs, "xla")
-    config = decode_triton.DecodeConfig(splits, programs, 1, tile, num_warps=2, num_stages=2)
+    config = decode_triton.DecodeConfig(splits, (programs, programs), 1, tile, 2, 2, fused)
     device = cases.on_device(inputs)
     got, arrivals = decode_triton.decode_attention(layer=cases.LAYER, scale=64**-0.5, config=config, **device)
     test_attention.assert_close(got, want, dtype)

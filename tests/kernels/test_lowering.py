@@ -57,7 +57,7 @@ def ragged_text(case: cases.RaggedCase, dtype: str, **options) -> str:
 @pytest.mark.parametrize("case", DECODE_CASES, ids=lambda c: c.name)
 def test_decode_lowers(case: cases.DecodeCase) -> None:
     text = decode_text(case.shape, "bfloat16", len(case.context_lens), case.width or 8)
-    assert text.count(TRITON_CALL) == 1
+    assert text.count(TRITON_CALL) in (1, 2)
 
 
 @pytest.mark.parametrize("case", RAGGED_CASES, ids=lambda c: c.name)
@@ -84,25 +84,28 @@ def test_float32_lowers(device: str) -> None:
     assert TRITON_CALL in ragged_text(case, "float32", device_kind=device)
 
 
-def test_decode_is_one_launch_at_any_batch() -> None:
+def test_decode_is_one_launch_but_for_the_smallest_batch() -> None:
     shape = cases.Shape((16, 8), 128, 64)
-    for batch in (1, 64, 256):
+    for batch, launches in ((1, 2), (8, 1), (64, 1), (256, 1)):
         text = decode_text(shape, "bfloat16", batch, 64)
-        assert text.count(TRITON_CALL) == 1
+        assert text.count(TRITON_CALL) == launches
         assert "output_operand_alias<output_tuple_indices = [1], operand_index = 6" in text  # the arrivals
 
 
 def test_splits_follow_the_batch_the_machine_and_the_table() -> None:
     config = functools.partial(decode_config, kv_heads=8, head_dim=128, block_size=64, itemsize=2)
-    assert [config(batch, width=64, sms=132).max_splits for batch in (1, 8, 64, 256)] == [64, 32, 4, 4]
+    assert [config(batch, width=64, sms=132).max_splits for batch in (1, 8, 64, 256)] == [64, 64, 4, 4]
     assert config(1, width=1, sms=132).max_splits == 1
     assert config(256, width=1024, sms=132).max_splits == 64
 
 
 @pytest.mark.parametrize(
     ("lens", "tokens"),
-    [((64,), 128), ((1024,), 128), ((16384,), 128), ((16384,) * 8, 704), ((1024,) * 256, 1344), ((0, 0), 128)],
-)
+    [
+        ((64,), 64), ((1024,), 64), ((16384,), 256), ((16384,) * 8, 1024), ((1024,) * 256, 3972 + 60), ((0, 0), 64),
+        ((2000,) * 64 + (100,) * 192, 768),  # mixed: three times as many programs
+    ],
+)  # fmt: skip
 def test_a_splits_tokens_deal_the_step_to_the_wanted_programs(lens: tuple[int, ...], tokens: int) -> None:
     config = decode_config(len(lens), 8, 128, 64, 256, 2, 132)
     assert tokens_per_split(jnp.array(lens), 8, config).tolist() == [tokens]
@@ -116,8 +119,7 @@ def test_tiles_fit_blocks_and_shared_memory() -> None:
                 assert tile >= 16
                 assert tile & (tile - 1) == 0
                 assert tile * head_dim * itemsize <= 32768
-    assert decode_config(4, 2, 128, 128, 8, 2, 132).tile == 128  # whole blocks
-    assert decode_config(4, 2, 128, 64, 8, 2, 132).tile == 64
+    assert decode_config(400, 8, 128, 64, 8, 2, 132).tile == 64  # a whole block
 
 
 def test_a_prefill_program_never_mixes_kv_heads() -> None:
