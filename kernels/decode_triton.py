@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from .device import num_sms
 from .triton_tiles import (
     LOG2_E,
     MIN_DOT,
@@ -29,7 +30,6 @@ from .triton_tiles import (
     dot,
     load_kv_tile,
     next_power_of_two,
-    num_sms,
     online_softmax_step,
 )
 
