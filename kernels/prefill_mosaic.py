@@ -26,10 +26,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .device import num_sms
 from .mosaic_tiles import COLUMNS, ROWS
-from .prefill_mosaic_roles import REGISTERS, Program, consume, produce
+from .prefill_mosaic_program import Program
+from .prefill_mosaic_roles import REGISTERS, consume, produce
 from .shapes import MOSAIC_BLOCK_SIZES, MOSAIC_HEAD_DIMS
 
-_TRANSFORMS = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))
+# pyright takes a method of jax's protocol for one to be written here
+_TRANSFORMS = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 _THREAD = "warpgroup"
 _LOG2_E = 1.4426950408889634
 

@@ -18,88 +18,16 @@ SASS after a change: HGMMA 8 + 8, DEPBAR 1, the softmax, DEPBAR 0, and no messag
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .mosaic_tiles import COLUMNS, ROWS, as_operand, causal, online_softmax, store_tokens, zero_pads, zero_rows
+from .prefill_mosaic_program import Program
 
 REGISTERS = {1: None, 2: (24, 240), 3: (32, 160)}  # by consumers: of a producer's thread, of a consumer's
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """What one program of the launch knows: sizes, its number `sm`, refs to global and shared memory, barriers."""
-
-    config: Any  # PrefillConfig
-    factor: float  # scale * log2(e)
-    num_consumers: int
-    num_blocks: int
-    kv_heads: int
-    interpret: bool
-    sm: jax.Array
-    layer: Any  # [1]
-    q: Any  # [T, Hq, D]
-    kv: Any  # [L * 2 * N * Hkv, P, D]
-    tables: Any  # [B, W]
-    starts: Any  # [B + 1]
-    work: Any  # [NT, 5]
-    out: Any  # [T, Hq, D]
-    rows: Any  # queries, output: each as tiles [C, D / 64, 64, 64] and as tokens [C, D / 64, 64 / heads, heads, 64]
-    rings: Any  # keys, values: [stages, tile, D]
-    full: Any
-    free: Any
-    q_full: Any
-    q_free: Any
-    turns: Any
-    sums: Any  # [C, 64]
-    weights: Any = None  # [C, 64, tile], the interpreter's
-
-    @property
-    def width(self) -> int:
-        """Tokens of a consumer."""
-        return ROWS // self.config.heads
-
-    @property
-    def chunks(self) -> range:
-        return range(self.q.shape[2] // COLUMNS)
-
-    def slot(self, count) -> jax.Array:
-        return lax.rem(count, self.config.num_stages)
-
-    def kv_tiles(self, context) -> jax.Array:
-        return lax.div(context + (self.config.tile - 1), self.config.tile)
-
-    def each_item(self, work: Callable[..., None]) -> jax.Array:
-        """Calls work(kv tiles so far, item) for the program's items; returns the number of kv tiles."""
-        num_items = self.work.shape[0] * (self.q.shape[1] // self.config.heads)
-
-        def body(index, carry):
-            done, *item = carry
-            following = self.item(index + 1)  # read early: global memory is slow
-            context = item[4]
-            pl.when(context > 0)(lambda: work(done, item))
-            return done + jnp.where(context > 0, self.kv_tiles(context), 0), *following
-
-        rounds = pl.cdiv(num_items, self.config.num_sms)
-        return lax.fori_loop(0, rounds, body, (jnp.int32(0), *self.item(jnp.int32(0))))[0]
-
-    def item(self, index) -> tuple[jax.Array, ...]:
-        """Row of the work table and first head of the program's item number `index`; context -1: there is none."""
-        #  round 0   program 0 1 2 ... n-1        the heaviest to program 0
-        #  round 1   program n-1 ... 2 1 0        and it gets the lightest of the next round
-        num_sms, groups = self.config.num_sms, self.q.shape[1] // self.config.heads
-        item = index * num_sms + jnp.where(lax.rem(index, 2) == 0, self.sm, num_sms - 1 - self.sm)
-        num_items = self.work.shape[0] * groups
-        row = lax.div(jnp.minimum(item, num_items - 1), groups)
-        *fields, context = (self.work[row, i] for i in range(self.work.shape[1]))
-        return *fields, jnp.where(item < num_items, context, -1), lax.rem(item, groups) * self.config.heads
 
 
 def produce(program: Program) -> None:
@@ -223,7 +151,7 @@ def _attend(p: Program, me, done, num_tiles, token, position, used, first_head) 
     head_dim, (keys, values) = p.q.shape[2], p.rings
     (k_full, v_full), (k_free, v_free) = p.full, p.free
     (q_tiles, q_tokens), (o_tiles, o_tokens) = p.rows[0], p.rows[-1]
-    scores_type = plgpu.ACC((ROWS, tile), jnp.float32)
+    scores_type = plgpu.WGMMAAccumulatorRef((ROWS, tile), jnp.float32)
     num_visible = jnp.minimum(lax.div(position + 1, tile), num_tiles)  # whole tiles that all rows see
 
     def issue_scores(acc, slot):
@@ -274,7 +202,9 @@ def _attend(p: Program, me, done, num_tiles, token, position, used, first_head) 
         plgpu.barrier_wait(k_full.at[slot])
         plgpu.barrier_wait(v_full.at[before])
         _take_turn(p, me)
-        out, weights, top, total, fade = pl.run_scoped(products, scores_type, plgpu.ACC((ROWS, head_dim), jnp.float32))
+        out, weights, top, total, fade = pl.run_scoped(
+            products, scores_type, plgpu.WGMMAAccumulatorRef((ROWS, head_dim), jnp.float32)
+        )
         return out * lax.broadcast_in_dim(fade, out.shape, [0]), top, total, weights
 
     state = (out, top, total, as_operand(weights, p.q.dtype))
@@ -293,7 +223,7 @@ def _attend(p: Program, me, done, num_tiles, token, position, used, first_head) 
 
     last = p.slot(done + num_tiles - 1)
     plgpu.barrier_wait(v_full.at[last])
-    out = pl.run_scoped(last_product, plgpu.ACC((ROWS, head_dim), jnp.float32))
+    out = pl.run_scoped(last_product, plgpu.WGMMAAccumulatorRef((ROWS, head_dim), jnp.float32))
     plgpu.barrier_arrive(v_free.at[last])
     out *= lax.broadcast_in_dim(1.0 / total, out.shape, [0])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before has left

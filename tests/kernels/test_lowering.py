@@ -129,8 +129,8 @@ def test_mosaic_takes_heads_of_one_group_until_two_consumers_have_rows() -> None
 
 def test_the_work_table_is_heaviest_first_and_keeps_every_tile() -> None:
     inputs = cases.ragged_inputs(cases.MOSAIC_CASES[0], "bfloat16")
-    plan = [inputs[name] for name in ("context_lens", "query_start", "tile_seq", "tile_start")]
-    table = prefill_mosaic._work_table(*map(jnp.asarray, plan), 64)
+    plan = [jnp.asarray(inputs[name]) for name in ("context_lens", "query_start", "tile_seq", "tile_start")]
+    table = prefill_mosaic._work_table(*plan, query_tile=64)
     fields = ("sequence", "first token", "tokens", "position", "context")
     assert [dict(zip(fields, row, strict=True)) for row in table.tolist() if row[4] > 0] == [
         {"sequence": 1, "first token": 65, "tokens": 6, "position": 194, "context": 200},
