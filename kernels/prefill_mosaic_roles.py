@@ -39,12 +39,14 @@ def produce(program: Program) -> None:
     page = min(tile, block_size)
     layer = p.layer[0]
 
-    def copy_tile(part, slot, full, seq, head, first, last_block):
+    def blocks_of(seq, first, last_block):
+        first_block = lax.div(first, block_size)  # behind the context: the last block again, never a stale entry
+        return [p.tables[seq, jnp.minimum(first_block + i, last_block)] for i in range(tile // page)]
+
+    def copy_tile(part, slot, full, blocks, head, first):
         base = (2 * layer + part) * p.num_blocks
-        for i in range(tile // page):
-            index = lax.div(first, block_size) + i  # behind the context: the last block again, never a stale entry
-            block = p.tables[seq, jnp.minimum(index, last_block)]
-            rows = pl.ds(lax.rem(first, block_size) if block_size > page else 0, page)
+        rows = pl.ds(lax.rem(first, block_size) if block_size > page else 0, page)
+        for i, block in enumerate(blocks):
             source = p.kv.at[(base + block) * p.kv_heads + head, rows]
             plgpu.copy_gmem_to_smem(source, p.rings[part].at[slot, pl.ds(i * page, page)], full)
 
@@ -65,11 +67,12 @@ def produce(program: Program) -> None:
 
         def step(index, _):
             slot = p.slot(done + index)
+            blocks = blocks_of(seq, index * tile, last_block)  # before the waits: global memory is slow
             for part in (0, 1):
                 pl.when(done + index >= stages)(lambda part=part: plgpu.barrier_wait(p.free[part].at[slot]))
                 partial = (context < (index + 1) * tile) & (part == 1)
                 full = p.full[part].at[jnp.where(partial, stages, slot)]
-                copy_tile(part, slot, full, seq, head, index * tile, last_block)
+                copy_tile(part, slot, full, blocks, head, index * tile)
 
         lax.fori_loop(0, num_tiles, step, None)
 
