@@ -43,15 +43,17 @@ class PrefillConfig:
     heads         query heads of an item: a power of two that divides G; heads * query_tile rows, 64 a consumer
     tile          context tokens a kv tile, a multiple of 64
     num_stages    kv tiles in the rings
+    num_queries   items whose queries are in shared memory: the next one's come while one is worked on
     num_sms       programs of the launch, dealt the items; as many as items: one each
     take_turns    one consumer's products are issued while another's softmax runs
-    share_output  the output leaves through the queries' memory: less memory, and the next queries come later
+    share_output  the output leaves through the queries' memory: less memory, held longer
     """
 
     heads: int
     tile: int
     num_stages: int
     num_sms: int
+    num_queries: int = 2
     take_turns: bool = True
     share_output: bool = False
 
@@ -61,8 +63,9 @@ def prefill_config(group: int, head_dim: int, query_tile: int, sms: int) -> Pref
     heads = 1
     while group % (2 * heads) == 0 and query_tile * 2 * heads <= 2 * ROWS:
         heads *= 2
-    tile = 128 if head_dim <= 128 else 64
-    return PrefillConfig(heads, tile, num_stages=2, num_sms=sms, share_output=head_dim > 128)
+    if head_dim <= 128:
+        return PrefillConfig(heads, tile=128, num_stages=2, num_sms=sms)
+    return PrefillConfig(heads, tile=64, num_stages=2, num_sms=sms, num_queries=1, share_output=True)
 
 
 def ragged_attention(
@@ -159,21 +162,25 @@ def _scratch(config: PrefillConfig, num_consumers: int, head_dim: int, block_siz
     bytes: the very layout that wgmma reads as (8, 64) tiles. A union names one memory both ways; the output leaves
     likewise. In the interpreter these are two memories.
     """
-    blocks, stages = (num_consumers, head_dim // COLUMNS), config.num_stages
-    tiles = plgpu.SMEM((*blocks, ROWS, COLUMNS), dtype, transforms=_TRANSFORMS)
-    tokens = plgpu.SMEM((*blocks, ROWS // config.heads, config.heads, COLUMNS), dtype, transforms=_TRANSFORMS[1:])
-    rows = (tiles, tokens) if interpret else plgpu.RefUnion(tiles, tokens)
+    chunks, stages = head_dim // COLUMNS, config.num_stages
+
+    def rows(items: int):
+        blocks = items, num_consumers, chunks
+        tiles = plgpu.SMEM((*blocks, ROWS, COLUMNS), dtype, transforms=_TRANSFORMS)
+        tokens = plgpu.SMEM((*blocks, ROWS // config.heads, config.heads, COLUMNS), dtype, transforms=_TRANSFORMS[1:])
+        return (tiles, tokens) if interpret else plgpu.RefUnion(tiles, tokens)
+
     ring = plgpu.SMEM((stages, config.tile, head_dim), dtype, transforms=_TRANSFORMS)
     copies = max(1, config.tile // block_size)
     full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages + 1)  # the last one is the producer's own
     free = plgpu.Barrier(num_arrivals=num_consumers, num_barriers=stages)
     scratch = [
-        (rows,) if config.share_output else (rows, rows),
+        (rows(config.num_queries),) if config.share_output else (rows(config.num_queries), rows(1)),
         (ring, ring),
         (full, full),
         (free, free),
-        plgpu.Barrier(num_arrivals=num_consumers * (head_dim // COLUMNS)),
-        plgpu.Barrier(num_arrivals=num_consumers),
+        plgpu.Barrier(num_arrivals=num_consumers * chunks, num_barriers=config.num_queries),
+        plgpu.Barrier(num_arrivals=num_consumers, num_barriers=config.num_queries),
         plgpu.Barrier(num_barriers=num_consumers),
         plgpu.SMEM((num_consumers, ROWS), jnp.float32),
     ]

@@ -30,7 +30,9 @@ class Program:
     starts: Any  # [B + 1]
     work: Any  # [NT, 5]
     out: Any  # [T, Hq, D]
-    rows: Any  # queries, output: each as tiles [C, D / 64, 64, 64] and as tokens [C, D / 64, 64 / heads, heads, 64]
+    rows: (
+        Any  # queries, output: each as tiles [I, C, D / 64, 64, 64] and as tokens [I, C, D / 64, 64 / heads, heads, 64]
+    )
     rings: Any  # keys, values: [stages, tile, D]
     full: Any
     free: Any
@@ -55,19 +57,21 @@ class Program:
     def kv_tiles(self, context) -> jax.Array:
         return lax.div(context + (self.config.tile - 1), self.config.tile)
 
-    def each_item(self, work: Callable[..., None]) -> jax.Array:
-        """Calls work(kv tiles so far, item) for the program's items; returns the number of kv tiles."""
+    def each_item(self, work: Callable[..., None]) -> tuple[jax.Array, jax.Array]:
+        """Calls work(items so far, kv tiles so far, item) for the program's items; returns both numbers."""
         num_items = self.work.shape[0] * (self.q.shape[1] // self.config.heads)
 
         def body(index, carry):
-            done, *item = carry
+            items, tiles, *item = carry
             following = self.item(index + 1)  # read early: global memory is slow
             context = item[4]
-            pl.when(context > 0)(lambda: work(done, item))
-            return done + jnp.where(context > 0, self.kv_tiles(context), 0), *following
+            pl.when(context > 0)(lambda: work(items, tiles, item))
+            used = context > 0
+            return items + used.astype(jnp.int32), tiles + jnp.where(used, self.kv_tiles(context), 0), *following
 
         rounds = pl.cdiv(num_items, self.config.num_sms)
-        return lax.fori_loop(0, rounds, body, (jnp.int32(0), *self.item(jnp.int32(0))))[0]
+        items, tiles, *_ = lax.fori_loop(0, rounds, body, (jnp.int32(0), jnp.int32(0), *self.item(jnp.int32(0))))
+        return items, tiles
 
     def item(self, index) -> tuple[jax.Array, ...]:
         """Row of the work table and first head of the program's item number `index`; context -1: there is none."""

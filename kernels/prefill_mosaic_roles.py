@@ -2,9 +2,9 @@
 
 Who waits for whom, each barrier as often as it completes:
 
-    q_full, k_full[slot], v_full[slot]   the producer's copies have come          consumers wait
-    q_free, k_free[slot], v_free[slot]   all consumers have read                  the producer waits
-    turns[consumer]                      the consumer before has issued its products
+    q_full[place], k_full[slot], v_full[slot]   the producer's copies have come          consumers wait
+    q_free[place], k_free[slot], v_free[slot]   all consumers have read                  the producer waits
+    turns[consumer]                             the consumer before has issued its products
 
 Rows of values behind the context may hold NaN, and 0 * NaN is NaN: a tile that has some arrives on a barrier of the
 producer's own, who zeroes them and then says v_full. Rows of keys there need nothing: their scores are replaced.
@@ -50,20 +50,22 @@ def produce(program: Program) -> None:
             source = p.kv.at[(base + block) * p.kv_heads + head, rows]
             plgpu.copy_gmem_to_smem(source, p.rings[part].at[slot, pl.ds(i * page, page)], full)
 
-    def copy_queries(start, first_head):
+    def copy_queries(place, start, first_head):
         size = min(p.width, p.q.shape[0])
         for consumer in range(p.num_consumers):
             for c in p.chunks:
                 token = pl.ds(start + consumer * p.width, size)
                 source = p.q.at[token, pl.ds(first_head, config.heads), pl.ds(c * COLUMNS, COLUMNS)]
-                plgpu.copy_gmem_to_smem(source, p.rows[0][1].at[consumer, c, pl.ds(0, size)], p.q_full)
+                target = p.rows[0][1].at[place, consumer, c, pl.ds(0, size)]
+                plgpu.copy_gmem_to_smem(source, target, p.q_full.at[place])
 
-    def work(done, item):
+    def work(items, done, item):
         seq, start, _, _, context, first_head = item
         head = lax.div(first_head, p.q.shape[1] // p.kv_heads)
         last_block, num_tiles = lax.div(context - 1, block_size), p.kv_tiles(context)
-        pl.when(done > 0)(lambda: plgpu.barrier_wait(p.q_free))
-        copy_queries(start, first_head)
+        place = lax.rem(items, config.num_queries)
+        pl.when(items >= config.num_queries)(lambda: plgpu.barrier_wait(p.q_free.at[place]))
+        copy_queries(place, start, first_head)
 
         def step(index, _):
             slot = p.slot(done + index)
@@ -85,14 +87,15 @@ def produce(program: Program) -> None:
             for _ in range(tile // page):
                 plgpu.barrier_arrive(p.full[1].at[slot])
 
-    total = p.each_item(work)
+    items, tiles = p.each_item(work)
 
-    def drain(count, _):
-        for part in (0, 1):
-            plgpu.barrier_wait(p.free[part].at[p.slot(count)])
+    def drain(barriers, count, _):
+        for barrier in barriers:
+            plgpu.barrier_wait(barrier.at[lax.rem(count, barrier.shape[0])])
 
-    lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
-    pl.when(total > 0)(lambda: plgpu.barrier_wait(p.q_free))
+    lax.fori_loop(jnp.maximum(tiles - stages, 0), tiles, functools.partial(drain, p.free), None)
+    first = jnp.maximum(items - config.num_queries, 0)
+    lax.fori_loop(first, items, functools.partial(drain, (p.q_free,)), None)
 
 
 def consume(program: Program, me) -> None:
@@ -104,13 +107,15 @@ def consume(program: Program, me) -> None:
     if p.config.take_turns:
         pl.when(me == p.num_consumers - 1)(lambda: plgpu.barrier_arrive(p.turns.at[0]))
 
-    def work(done, item):
+    def work(items, done, item):
         _, start, count, position, context, first_head = item
         used = jnp.clip(count - me * p.width, 0, p.width)
         num_tiles, first = p.kv_tiles(context), me * p.width
-        plgpu.barrier_wait(p.q_full)
-        pl.when(used > 0)(lambda: _attend(p, me, done, num_tiles, start + first, position + first, used, first_head))
-        pl.when(used == 0)(lambda: _pass(p, me, done, num_tiles))
+        place = lax.rem(items, p.config.num_queries)
+        plgpu.barrier_wait(p.q_full.at[place])
+        rows = (start + first, position + first, used, first_head)
+        pl.when(used > 0)(lambda: _attend(p, me, place, done, num_tiles, *rows))
+        pl.when(used == 0)(lambda: _pass(p, me, place, done, num_tiles))
 
     p.each_item(work)
     plgpu.wait_smem_to_gmem(0)
@@ -128,7 +133,7 @@ def _pass_turn(p: Program, me) -> None:
         plgpu.barrier_arrive(p.turns.at[lax.rem(me + 1, p.num_consumers)])
 
 
-def _pass(p: Program, me, done, num_tiles) -> None:
+def _pass(p: Program, me, place, done, num_tiles) -> None:
     """An item without rows for this consumer: what the others wait for, and nothing else."""
 
     def step(index, _):
@@ -145,22 +150,23 @@ def _pass(p: Program, me, done, num_tiles) -> None:
         plgpu.barrier_arrive(p.free[1].at[slot])
 
     lax.fori_loop(0, num_tiles, step, None)
-    plgpu.barrier_arrive(p.q_free)
+    plgpu.barrier_arrive(p.q_free.at[place])
 
 
-def _attend(p: Program, me, done, num_tiles, token, position, used, first_head) -> None:
-    """Attention of `used` tokens from `token` on, the first at `position`; the kv tiles are in the rings."""
-    tile, interpret = p.config.tile, p.interpret
+def _attend(p: Program, me, place, done, num_tiles, token, position, used, first_head) -> None:
+    """Attention of `used` tokens from `token` on, the first at `position`; its kv tiles come after `done` others."""
+    tile, share, interpret = p.config.tile, p.config.share_output, p.interpret
     head_dim, (keys, values) = p.q.shape[2], p.rings
     (k_full, v_full), (k_free, v_free) = p.full, p.free
-    (q_tiles, q_tokens), (o_tiles, o_tokens) = p.rows[0], p.rows[-1]
+    q_tiles, q_tokens = (ref.at[place, me] for ref in p.rows[0])
+    o_tiles, o_tokens = (ref.at[place, me] for ref in p.rows[0]) if share else (ref.at[0, me] for ref in p.rows[1])
     scores_type = plgpu.WGMMAAccumulatorRef((ROWS, tile), jnp.float32)
     num_visible = jnp.minimum(lax.div(position + 1, tile), num_tiles)  # whole tiles that all rows see
 
     def issue_scores(acc, slot):
         for c in p.chunks:
             columns = keys.at[slot, :, pl.ds(c * COLUMNS, COLUMNS)]
-            plgpu.wgmma(acc, q_tiles.at[me, c], columns.transpose((1, 0)))
+            plgpu.wgmma(acc, q_tiles.at[c], columns.transpose((1, 0)))
 
     def issue_output(acc, weights, slot):
         if interpret:
@@ -175,7 +181,7 @@ def _attend(p: Program, me, done, num_tiles, token, position, used, first_head) 
 
     if interpret:  # elsewhere the two refs are one memory
         for c in p.chunks:
-            q_tiles.at[me, c][...] = q_tokens[me, c].reshape(ROWS, COLUMNS)
+            q_tiles.at[c][...] = q_tokens[c].reshape(ROWS, COLUMNS)
         plgpu.commit_smem()
     plgpu.barrier_wait(k_full.at[p.slot(done)])
     scores = pl.run_scoped(first_scores, scores_type)
@@ -214,8 +220,8 @@ def _attend(p: Program, me, done, num_tiles, token, position, used, first_head) 
     state = lax.fori_loop(1, num_visible, functools.partial(step, masked=False), state)
     state = lax.fori_loop(jnp.maximum(num_visible, 1), num_tiles, functools.partial(step, masked=True), state)
     out, _, total, weights = state
-    if not p.config.share_output:
-        plgpu.barrier_arrive(p.q_free)
+    if not share:
+        plgpu.barrier_arrive(p.q_free.at[place])
 
     def last_product(acc):
         if not interpret:
@@ -233,11 +239,11 @@ def _attend(p: Program, me, done, num_tiles, token, position, used, first_head) 
     for c in p.chunks:
         part = out[:, c * COLUMNS : (c + 1) * COLUMNS].astype(p.out.dtype)
         if interpret:
-            o_tokens.at[me, c][...] = part.reshape(o_tokens.shape[2:])
+            o_tokens.at[c][...] = part.reshape(o_tokens.shape[1:])
         else:
-            o_tiles.at[me, c][...] = part
+            o_tiles.at[c][...] = part
     plgpu.commit_smem()
-    store_tokens(o_tokens.at[me], p.out, token, used, first_head)
-    if p.config.share_output:
+    store_tokens(o_tokens, p.out, token, used, first_head)
+    if share:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(p.q_free)
+        plgpu.barrier_arrive(p.q_free.at[place])
