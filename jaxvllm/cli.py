@@ -110,7 +110,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--num-blocks", type=int, help="KV cache blocks (default: what fits)")
     engine.add_argument("--scheduling-policy", default="prefill_first", help="prefill_first or running_first")
     engine.add_argument("--record", metavar="FILE", help="write the schedule to FILE; see jaxvllm trace")
-    engine.add_argument("--attention-backend", default="auto", help="auto, triton, xla or reference")
+    engine.add_argument("--attention-backend", default="auto", help="auto, triton, mosaic, xla or reference")
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
     parser.set_defaults(run=run_generate)
 

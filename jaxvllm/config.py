@@ -20,7 +20,7 @@ from jaxvllm.architectures import ARCHITECTURES, SUPPORTED_ARCHITECTURES, archit
 from jaxvllm.rope import ConfigError, RopeConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-ATTENTION_BACKENDS = ("auto", "xla", "triton", "reference", "triton_interpret")
+ATTENTION_BACKENDS = ("auto", "xla", "triton", "mosaic", "reference", "triton_interpret", "mosaic_interpret")
 MAX_SIZE, MAX_LAYERS = 1 << 30, 1 << 12  # above them a config.json is damaged: refused before anything is built
 
 

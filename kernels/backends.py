@@ -1,8 +1,8 @@
 """Which implementation runs: the table of backends and the choice for a device.
 
-Owns the names ("reference", "xla", "triton", "triton_interpret") and what each can do. It must not know how a
-kernel works: an implementation is a module of this folder with a function of the operation's name. A new
-backend is a new file, a line in the table and a rule in `_refusal`.
+Owns the names ("reference", "xla", "triton", "mosaic", and "..._interpret" of the last two) and what each can do. It
+must not know how a kernel works: an implementation is a module of this folder with a function of the operation's
+name. A new backend is a new file, a line in the table, one in `_CHAINS` and a rule in `_refusal`.
 """
 
 import functools
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from .shapes import FLOAT_DTYPES
+from .shapes import FLOAT_DTYPES, MOSAIC_BLOCK_SIZES, MOSAIC_HEAD_DIMS
 
 OPERATIONS = ("write_kv", "decode_attention", "ragged_attention")
 _MODULES = {
@@ -27,10 +27,21 @@ _MODULES = {
         "qk_norm_rope_write": "qkv_write_triton",
         "gumbel_argmax": "sample_triton",
     },
+    "mosaic": {"ragged_attention": "prefill_mosaic"},
 }
-_INTERPRETED = {"triton_interpret": "triton"}  # runs anywhere, slowly, through XLA: for tests
+_INTERPRETED = {"triton_interpret": "triton", "mosaic_interpret": "mosaic"}  # run anywhere, slowly: for tests
 BACKENDS = (*_MODULES, *_INTERPRETED)
+_CHAINS = {  # who is asked in turn, operation by operation; the last one never refuses
+    "reference": ("reference",),
+    "xla": ("xla",),
+    "triton": ("triton", "xla"),
+    "triton_interpret": ("triton_interpret", "xla"),
+    "mosaic": ("mosaic", "triton", "xla"),
+    "mosaic_interpret": ("mosaic_interpret", "triton_interpret", "xla"),
+}
+_AUTO = "triton"  # the chain of "auto": by what is measured
 _MIN_TRITON_CAPABILITY = 80  # bfloat16 dots
+_MOSAIC_CAPABILITY = 90  # wgmma: Hopper alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +72,8 @@ def resolve_backend(
     """The backends that run for a request of `name` ("auto" or a name of BACKENDS) on a device.
 
     platform is the device's ("cpu", "gpu"/"cuda"), device_kind its `device_kind` (for the reason),
-    compute_capability its `compute_capability` ("9.0"; "" is taken to be new enough). A backend that can't
-    run there gives way to "xla", operation by operation, with a reason to log. Raises ValueError for an
+    compute_capability its `compute_capability` ("9.0"; "" is taken to be right). A backend that can't run there
+    gives way to the next of its chain, operation by operation, with a reason to log. Raises ValueError for an
     unknown name or dtype.
     """
     if name != "auto" and name not in BACKENDS:
@@ -71,34 +82,72 @@ def resolve_backend(
         raise ValueError(f"dtype is {jnp.dtype(dtype).name}; the kernels support {', '.join(FLOAT_DTYPES)}")
     if block_size < 1 or head_dim < 1:
         raise ValueError(f"block_size is {block_size} and head_dim {head_dim}; both have to be at least 1")
-    wanted = "triton" if name == "auto" else name
     device = device_kind or platform
-    chosen, refusals = {}, []
+    chosen, lost, refusals = {}, {}, []
     for operation in OPERATIONS:
-        refusal = _refusal(wanted, operation, platform, head_dim, compute_capability)
-        chosen[operation] = "xla" if refusal else wanted
-        if refusal and refusal not in refusals:
-            refusals.append(refusal)
-    if refusals:
-        lost = ", ".join(operation for operation in OPERATIONS if chosen[operation] != wanted)
-        reason = f"xla instead of {wanted} for {lost} on {device}: {'; '.join(refusals)}"
+        chain = [backend for backend in _CHAINS[_AUTO if name == "auto" else name] if operation in _table(backend)]
+        for backend in chain:
+            chosen[operation] = backend
+            refusal = _refusal(backend, operation, platform, head_dim, block_size, dtype, compute_capability)
+            if not refusal:
+                break
+            if refusal not in refusals:
+                refusals.append(refusal)
+        if chosen[operation] != chain[0]:
+            lost.setdefault((chosen[operation], chain[0]), []).append(operation)
+    if lost:
+        changes = [f"{new} instead of {old} for {', '.join(operations)}" for (new, old), operations in lost.items()]
+        reason = f"{', '.join(changes)} on {device}: {'; '.join(refusals)}"
     else:
-        reason = f"{wanted} on {device}" if name == "auto" else ""
+        reason = f"{_AUTO} on {device}" if name == "auto" else ""
     return ResolvedBackends(**chosen, reason=reason)
 
 
-def _refusal(backend: str, operation: str, platform: str, head_dim: int, compute_capability: str) -> str:
+def _table(backend: str) -> dict[str, str]:
+    """Module by operation."""
+    return _MODULES[_INTERPRETED.get(backend, backend)]
+
+
+def _refusal(
+    backend: str,
+    operation: str,
+    platform: str,
+    head_dim: int,
+    block_size: int,
+    dtype: jax.typing.DTypeLike,
+    compute_capability: str,
+) -> str:
     """Why `backend` can't run `operation`, or ""."""
-    if backend not in ("triton", "triton_interpret"):
+    kernels = _INTERPRETED.get(backend, backend)
+    if kernels not in ("triton", "mosaic"):
         return ""
-    if backend == "triton" and platform not in ("gpu", "cuda"):
-        return f"the triton kernels need a GPU, the platform is {platform}"
-    if backend == "triton" and compute_capability and _capability(compute_capability) < _MIN_TRITON_CAPABILITY:
+    if backend in ("triton", "mosaic") and platform not in ("gpu", "cuda"):
+        return f"the {backend} kernels need a GPU, the platform is {platform}"
+    capability = _capability(compute_capability) if compute_capability else None
+    if backend == "triton" and capability is not None and capability < _MIN_TRITON_CAPABILITY:
         return f"the triton kernels need compute capability 8.0, the device has {compute_capability}"
+    if backend == "mosaic" and capability not in (None, _MOSAIC_CAPABILITY):
+        return f"the mosaic kernel is for compute capability 9.0, the device has {compute_capability}"
+    if kernels == "mosaic":
+        return _mosaic_refusal(head_dim, block_size, jnp.dtype(dtype).name)
     power_of_two = head_dim & (head_dim - 1) == 0
     if operation != "write_kv" and not (power_of_two and 16 <= head_dim <= 256):
         return f"the triton attention kernels need a head_dim that is a power of two in 16..256, it is {head_dim}"
     return ""
+
+
+def _mosaic_refusal(head_dim: int, block_size: int, dtype: str) -> str:
+    if dtype != "bfloat16":
+        return f"the mosaic kernel is for bfloat16, the dtype is {dtype}"
+    if head_dim not in MOSAIC_HEAD_DIMS:
+        return f"the mosaic kernel needs a head_dim of {_either(MOSAIC_HEAD_DIMS)}, it is {head_dim}"
+    if block_size not in MOSAIC_BLOCK_SIZES:
+        return f"the mosaic kernel needs a block size of {_either(MOSAIC_BLOCK_SIZES)}, it is {block_size}"
+    return ""
+
+
+def _either(values: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, values[:-1]))} or {values[-1]}"
 
 
 def _capability(text: str) -> int:
@@ -114,6 +163,10 @@ def implementation(operation: str, backend: str) -> Callable[..., jax.Array]:
     if backend not in BACKENDS:
         hint = "; resolve_backend turns 'auto' into names" if backend == "auto" else ""
         raise ValueError(f"{operation}: backend is {backend!r}, has to be one of {', '.join(BACKENDS)}{hint}")
-    module = _MODULES[_INTERPRETED.get(backend, backend)][operation]
+    if operation not in _table(backend):
+        raise ValueError(
+            f"{operation}: backend {backend!r} has no such kernel; resolve_backend gives each operation one"
+        )
+    module = _table(backend)[operation]
     function = getattr(importlib.import_module(f".{module}", __package__), operation)
     return functools.partial(function, interpret=True) if backend in _INTERPRETED else function

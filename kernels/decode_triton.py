@@ -30,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import decode_table
+from .device import num_sms
 from .triton_tiles import (
     LOG2_E,
     MIN_DOT,
@@ -37,7 +38,6 @@ from .triton_tiles import (
     dot,
     load_kv_tile,
     next_power_of_two,
-    num_sms,
     online_softmax_step,
 )
 

@@ -17,8 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from .device import num_sms
 from .noise import LANES, WORDS, mulhi, philox4x32
-from .triton_tiles import num_sms
 
 TILE = WORDS * LANES
 LN2 = 0.6931471805599453

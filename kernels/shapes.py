@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 FLOAT_DTYPES = ("float32", "bfloat16")
+MOSAIC_HEAD_DIMS = (64, 128, 256)
+MOSAIC_BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
 def check_write(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> None:

@@ -1,4 +1,4 @@
-"""What the Triton-style kernels share: tile loads from the paged cache, dots, the machine's size.
+"""What the Triton-style kernels share: tile loads from the paged cache and dots.
 
 A kv tile is `tile` consecutive context tokens of one sequence and one kv head. Two ways to load it:
 
@@ -21,7 +21,6 @@ from .precision import dot_precision
 
 LOG2_E = 1.4426950408889634
 MIN_DOT = 16  # Triton's dot wants at least 16 rows, columns and inner elements
-_DEFAULT_NUM_SMS = 132  # H100 / H200
 
 
 def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
@@ -77,13 +76,3 @@ def online_softmax_step(state, scores: jax.Array, values: jax.Array):
 def next_power_of_two(n: int) -> int:
     """The smallest power of two that is at least n (n >= 1)."""
     return 1 << (n - 1).bit_length()
-
-
-def num_sms() -> int:
-    """Streaming multiprocessors of the GPU that is traced for: the mesh's abstract device, else the first GPU."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and device.num_cores:
-        return device.num_cores
-    if jax.default_backend() == "gpu":
-        return getattr(jax.devices()[0], "core_count", None) or _DEFAULT_NUM_SMS
-    return _DEFAULT_NUM_SMS

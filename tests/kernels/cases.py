@@ -73,6 +73,13 @@ RAGGED_CASES = (
     RaggedCase("tile64-many-pads", Shape((2, 1), 16, 64), ((65, 70),), tokens=200, query_tile=64, pad_seqs=1),
     RaggedCase("nothing", Shape((2, 1), 16, 16), (), tokens=16, pad_seqs=2),
 )
+# What the Mosaic kernel can do too, in bfloat16: its head_dims and blocks, two heads and one an item, tiles that no
+# consumer or only one has rows of, more items than programs, blocks that are parts of a kv tile and wholes of it.
+MOSAIC_CASES = (
+    RaggedCase("singles-and-chunk-16", Shape((4, 2), 64, 16), ((1, 1), (70, 200), (1, 150), (33, 40)), 112, 64, 1, 1),
+    RaggedCase("two-heads-a-group-128", Shape((4, 1), 128, 128), ((5, 5), (30, 290)), tokens=40, query_tile=64),
+    RaggedCase("one-head-256", Shape((1, 1), 64, 256), ((140, 300),), tokens=140, query_tile=128),
+)
 
 # For a GPU only: real head counts, long contexts, many blocks.
 LARGE_DECODE_CASES = (

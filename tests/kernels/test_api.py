@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxvllm import kernels
+from jaxvllm.kernels.backends import implementation
 from tests.kernels import cases
 
 H200 = {"platform": "gpu", "device_kind": "NVIDIA H200", "compute_capability": "9.0"}
@@ -50,6 +51,35 @@ def test_an_old_gpu_gives_xla() -> None:
     resolved = resolve("auto", device_kind="Tesla T4", compute_capability="7.5")
     assert names(resolved) == ("xla", "xla", "xla")
     assert "7.5" in resolved.reason
+
+
+def test_mosaic_has_the_prefill_of_a_hopper_and_leaves_the_rest_to_triton() -> None:
+    resolved = resolve("mosaic")
+    assert names(resolved) == ("triton", "triton", "mosaic")
+    assert resolved.reason == ""
+    assert names(resolve("mosaic_interpret", platform="cpu")) == (
+        "triton_interpret",
+        "triton_interpret",
+        "mosaic_interpret",
+    )
+    with pytest.raises(ValueError, match="write_kv: backend 'mosaic' has no such kernel"):
+        implementation("write_kv", "mosaic")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dtype": "float32"}, {"head_dim": 32}, {"block_size": 8}, {"compute_capability": "10.0"}], ids=str
+)
+def test_what_mosaic_refuses_triton_does_and_says_why(changes: dict) -> None:
+    resolved = resolve("mosaic", **changes)
+    assert names(resolved) == ("triton", "triton", "triton")
+    assert "triton instead of mosaic for ragged_attention on NVIDIA H200: the mosaic kernel" in resolved.reason
+    assert str(*changes.values()) in resolved.reason
+
+
+def test_mosaic_without_a_gpu_gives_xla() -> None:
+    resolved = resolve("mosaic", platform="cpu", device_kind="cpu", compute_capability="")
+    assert names(resolved) == ("xla", "xla", "xla")
+    assert "xla instead of mosaic for ragged_attention" in resolved.reason
 
 
 def test_unknown_names_and_values_are_refused() -> None:

@@ -50,6 +50,11 @@ def test_ragged(case: cases.RaggedCase, dtype: str, backend: str) -> None:
     assert not np.asarray(got[used:], np.float32).any()
 
 
+@pytest.mark.parametrize("case", [*cases.MOSAIC_CASES, *cases.LARGE_RAGGED_CASES], ids=lambda c: c.name)
+def test_ragged_by_mosaic(case: cases.RaggedCase) -> None:
+    test_ragged(case, "bfloat16", "mosaic")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*cases.WRITE_SHAPES, cases.Shape((8, 8), 128, 64)], ids=str)

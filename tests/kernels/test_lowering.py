@@ -1,4 +1,4 @@
-"""The Triton kernels lower for CUDA, here on the CPU, for the GPU's shapes and odd ones; and the default tunables."""
+"""The Pallas kernels lower for CUDA, here on the CPU, for the GPU's shapes and odd ones; and the default tunables."""
 
 import functools
 
@@ -8,12 +8,15 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxvllm import kernels
+from jaxvllm.kernels import prefill_mosaic
 from jaxvllm.kernels.decode_triton import decode_config, tokens_per_split
 from jaxvllm.kernels.prefill_triton import prefill_config
 from tests.kernels import cases
 
 DEVICES = {"NVIDIA H200": 132, "NVIDIA A100-SXM4-80GB": 108}
 TRITON_CALL = "custom_call @__gpu$xla.gpu.triton"
+MOSAIC_CALL = "custom_call @mosaic_gpu_v2"
+MOSAIC_CASES = ("qwen3-0.6b", "wide-head", "narrow-head")  # each costs seconds
 ODD_CASES = ("mha-4", "block1", "block3", "fresh-4", "tile64-many-pads")  # small blocks, tiles larger than the step
 DECODE_CASES = [*cases.LARGE_DECODE_CASES, *(c for c in cases.DECODE_CASES if c.name in ODD_CASES)]
 RAGGED_CASES = [*cases.LARGE_RAGGED_CASES, *(c for c in cases.RAGGED_CASES if c.name in ODD_CASES)]
@@ -46,11 +49,11 @@ def decode_text(shape: cases.Shape, dtype: str, batch: int, width: int, **option
     return cuda_text(function, (*arrays(shape, dtype, batch, batch, width), arrivals), **options)
 
 
-def ragged_text(case: cases.RaggedCase, dtype: str, **options) -> str:
+def ragged_text(case: cases.RaggedCase, dtype: str, backend: str = "triton", **options) -> str:
     batch = len(case.rows) + case.pad_seqs
     tiles = case.tokens // case.query_tile + batch
     ints = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (batch + 1, tiles, tiles)]
-    function = functools.partial(kernels.ragged_attention, scale=0.1, query_tile=case.query_tile, backend="triton")
+    function = functools.partial(kernels.ragged_attention, scale=0.1, query_tile=case.query_tile, backend=backend)
     return cuda_text(function, (*arrays(case.shape, dtype, case.tokens, batch, 8), *ints), **options)
 
 
@@ -63,6 +66,12 @@ def test_decode_lowers(case: cases.DecodeCase) -> None:
 @pytest.mark.parametrize("case", RAGGED_CASES, ids=lambda c: c.name)
 def test_ragged_lowers_to_one_launch(case: cases.RaggedCase) -> None:
     assert ragged_text(case, "bfloat16").count(TRITON_CALL) == 1
+
+
+@pytest.mark.parametrize("name", MOSAIC_CASES)
+def test_ragged_lowers_to_one_mosaic_launch(name: str) -> None:
+    [case] = [c for c in cases.LARGE_RAGGED_CASES if c.name == name]
+    assert ragged_text(case, "bfloat16", "mosaic").count(MOSAIC_CALL) == 1
 
 
 @pytest.mark.parametrize("shape", cases.WRITE_SHAPES, ids=lambda s: f"{s.heads[1]}x{s.head_dim}-{s.block_size}")
@@ -120,6 +129,29 @@ def test_tiles_fit_blocks_and_shared_memory() -> None:
                 assert tile & (tile - 1) == 0
                 assert tile * head_dim * itemsize <= 32768
     assert decode_config(400, 8, 128, 64, 8, 2, 132).tile == 64  # a whole block
+
+
+def test_mosaic_takes_heads_of_one_group_until_two_consumers_have_rows() -> None:
+    for group in (1, 2, 4, 5, 6, 8):
+        for query_tile in (16, 32, 64, 128):
+            heads = prefill_mosaic.prefill_config(group, 128, query_tile, 132).heads
+            assert group % heads == 0
+            assert heads * query_tile <= 128
+    assert prefill_mosaic.prefill_config(2, 128, 64, 132).heads == 2
+
+
+def test_the_work_table_is_heaviest_first_and_keeps_every_tile() -> None:
+    inputs = cases.ragged_inputs(cases.MOSAIC_CASES[0], "bfloat16")
+    plan = [jnp.asarray(inputs[name]) for name in ("context_lens", "query_start", "tile_seq", "tile_start")]
+    table = prefill_mosaic._work_table(*plan, query_tile=64)
+    fields = ("sequence", "first token", "tokens", "position", "context")
+    assert [dict(zip(fields, row, strict=True)) for row in table.tolist() if row[4] > 0] == [
+        {"sequence": 1, "first token": 65, "tokens": 6, "position": 194, "context": 200},
+        {"sequence": 1, "first token": 1, "tokens": 64, "position": 130, "context": 194},
+        {"sequence": 2, "first token": 71, "tokens": 1, "position": 149, "context": 150},
+        {"sequence": 3, "first token": 72, "tokens": 33, "position": 7, "context": 40},
+        {"sequence": 0, "first token": 0, "tokens": 1, "position": 0, "context": 1},
+    ]
 
 
 def test_a_prefill_program_never_mixes_kv_heads() -> None:
