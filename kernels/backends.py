@@ -9,6 +9,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ _MODULES = {
         "qk_norm_rope_write": "qkv_write_triton",
         "gumbel_argmax": "sample_triton",
     },
-    "mosaic": {"ragged_attention": "prefill_mosaic"},
+    "mosaic": {"decode_attention": "decode_mosaic", "ragged_attention": "prefill_mosaic"},
 }
 _INTERPRETED = {"triton_interpret": "triton", "mosaic_interpret": "mosaic"}  # run anywhere, slowly: for tests
 BACKENDS = (*_MODULES, *_INTERPRETED)
@@ -39,7 +40,11 @@ _CHAINS = {  # who is asked in turn, operation by operation; the last one never 
     "mosaic": ("mosaic", "triton", "xla"),
     "mosaic_interpret": ("mosaic_interpret", "triton_interpret", "xla"),
 }
-_AUTO = "triton"  # the chain of "auto": by what is measured
+_AUTO = {  # the chains of "auto": what is fastest on the H200 (bench/results/kernels.jsonl)
+    "write_kv": "triton",
+    "decode_attention": "triton",
+    "ragged_attention": "mosaic",
+}
 _MIN_TRITON_CAPABILITY = 80  # bfloat16 dots
 _MOSAIC_CAPABILITY = 90  # wgmma: Hopper alone
 
@@ -85,7 +90,8 @@ def resolve_backend(
     device = device_kind or platform
     chosen, lost, refusals = {}, {}, []
     for operation in OPERATIONS:
-        chain = [backend for backend in _CHAINS[_AUTO if name == "auto" else name] if operation in _table(backend)]
+        whole = _CHAINS[_AUTO[operation] if name == "auto" else name]
+        chain = [backend for backend in whole if operation in _table(backend)]
         for backend in chain:
             chosen[operation] = backend
             refusal = _refusal(backend, operation, platform, head_dim, block_size, dtype, compute_capability)
@@ -99,7 +105,8 @@ def resolve_backend(
         changes = [f"{new} instead of {old} for {', '.join(operations)}" for (new, old), operations in lost.items()]
         reason = f"{', '.join(changes)} on {device}: {'; '.join(refusals)}"
     else:
-        reason = f"{_AUTO} on {device}" if name == "auto" else ""
+        names = dict.fromkeys(chosen.values())
+        reason = f"{' and '.join(names)} on {device}" if name == "auto" else ""
     return ResolvedBackends(**chosen, reason=reason)
 
 
@@ -129,18 +136,19 @@ def _refusal(
     if backend == "mosaic" and capability not in (None, _MOSAIC_CAPABILITY):
         return f"the mosaic kernel is for compute capability 9.0, the device has {compute_capability}"
     if kernels == "mosaic":
-        return _mosaic_refusal(head_dim, block_size, jnp.dtype(dtype).name)
+        return _mosaic_refusal(operation, head_dim, block_size, jnp.dtype(dtype).name)
     power_of_two = head_dim & (head_dim - 1) == 0
     if operation != "write_kv" and not (power_of_two and 16 <= head_dim <= 256):
         return f"the triton attention kernels need a head_dim that is a power of two in 16..256, it is {head_dim}"
     return ""
 
 
-def _mosaic_refusal(head_dim: int, block_size: int, dtype: str) -> str:
+def _mosaic_refusal(operation: str, head_dim: int, block_size: int, dtype: str) -> str:
     if dtype != "bfloat16":
         return f"the mosaic kernel is for bfloat16, the dtype is {dtype}"
-    if head_dim not in MOSAIC_HEAD_DIMS:
-        return f"the mosaic kernel needs a head_dim of {_either(MOSAIC_HEAD_DIMS)}, it is {head_dim}"
+    head_dims = MOSAIC_HEAD_DIMS[operation]
+    if head_dim not in head_dims:
+        return f"the mosaic kernel needs a head_dim of {_either(head_dims)}, it is {head_dim}"
     if block_size not in MOSAIC_BLOCK_SIZES:
         return f"the mosaic kernel needs a block size of {_either(MOSAIC_BLOCK_SIZES)}, it is {block_size}"
     return ""
@@ -155,7 +163,7 @@ def _capability(text: str) -> int:
     return 10 * int(major) + int(minor or 0)
 
 
-def implementation(operation: str, backend: str) -> Callable[..., jax.Array]:
+def implementation(operation: str, backend: str) -> Callable[..., Any]:
     """The function of a concrete backend. Its module is imported now, not with the folder.
 
     Raises ValueError for a name that isn't concrete or isn't known.

@@ -79,9 +79,10 @@ def decode_config(
     tile = min(row.tile, 32) if itemsize == 4 else row.tile
     while tile > MIN_DOT and tile * head_dim * itemsize > 32 << 10:  # one stage of keys in shared memory
         tile //= 2
-    room = max(1, 16 * sms // pairs, width * block_size // 1024)
-    splits = min(MAX_SPLITS, next_power_of_two(room), next_power_of_two(pl.cdiv(width * block_size, tile)))
     programs = row.programs[0] * sms, row.programs[1] * sms
+    room = max(1, max(programs) // pairs, width * block_size // 1024)
+    most = next_power_of_two(pl.cdiv(width * block_size, tile))
+    splits = min(MAX_SPLITS, most, 1 << (room.bit_length() - 1))
     return DecodeConfig(splits, programs, row.min_tokens, tile, row.num_warps, row.num_stages, row.fused)
 
 

@@ -47,8 +47,9 @@ def _norm_kernel(row_ref, x_ref, delta_ref, weights_ref, sum_ref, norm_ref, *, e
     column = lax.iota(jnp.int32, next_power_of_two(size))
     exists = column < size
     x = plgpu.load(x_ref.at[token, column], mask=exists, other=0.0).astype(jnp.float32)
-    rows = [delta_ref.at[part, token, column] for part in range(delta_ref.shape[0])]
-    delta = sum(plgpu.load(row, mask=exists, other=0.0).astype(jnp.float32) for row in rows)
+    delta = jnp.zeros(column.shape, jnp.float32)
+    for part in range(delta_ref.shape[0]):
+        delta += plgpu.load(delta_ref.at[part, token, column], mask=exists, other=0.0).astype(jnp.float32)
     delta = delta.astype(dtype).astype(jnp.float32)  # rounded as a whole product is
     total = (x + delta).astype(dtype)  # the residual stream is kept in x's dtype
     plgpu.store(sum_ref.at[token, column], total, mask=exists)

@@ -31,6 +31,7 @@ from .prefill_mosaic_roles import REGISTERS, consume, produce
 from .shapes import MOSAIC_BLOCK_SIZES, MOSAIC_HEAD_DIMS
 
 # pyright takes a method of jax's protocol for one to be written here
+HEAD_DIMS = MOSAIC_HEAD_DIMS["ragged_attention"]
 _TRANSFORMS = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 _THREAD = "warpgroup"
 _LOG2_E = 1.4426950408889634
@@ -89,10 +90,10 @@ def ragged_attention(
     interpreter's wgmma has no register operand. Raises ValueError for shapes and dtypes that it has no code for.
     """
     head_dim, block_size = kv.shape[5], kv.shape[4]
-    if kv.dtype != jnp.bfloat16 or head_dim not in MOSAIC_HEAD_DIMS or block_size not in MOSAIC_BLOCK_SIZES:
+    if kv.dtype != jnp.bfloat16 or head_dim not in HEAD_DIMS or block_size not in MOSAIC_BLOCK_SIZES:
         raise ValueError(
             f"kv is {kv.dtype.name} with head_dim {head_dim} and block size {block_size}; the mosaic kernel has "
-            f"bfloat16, {MOSAIC_HEAD_DIMS} and {MOSAIC_BLOCK_SIZES}"
+            f"bfloat16, {HEAD_DIMS} and {MOSAIC_BLOCK_SIZES}"
         )
     group = q.shape[1] // kv.shape[3]
     config = config or prefill_config(group, head_dim, query_tile, 2 if interpret else num_sms())

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 FLOAT_DTYPES = ("float32", "bfloat16")
-MOSAIC_HEAD_DIMS = (64, 128, 256)
+MOSAIC_HEAD_DIMS = {"decode_attention": (64, 128), "ragged_attention": (64, 128, 256)}
 MOSAIC_BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 

@@ -81,6 +81,14 @@ MOSAIC_CASES = (
     RaggedCase("one-head-256", Shape((1, 1), 64, 256), ((140, 300),), tokens=140, query_tile=128),
 )
 
+MOSAIC_DECODE_CASES = (  # what the Mosaic kernel takes, cut into runs in every way: several a sequence, several sequences a run
+    DecodeCase("runs-64", Shape((4, 2), 64, 64), (100, 0, 64, 1, 200, 130)),
+    DecodeCase("runs-16", Shape((5, 1), 64, 16), (33, 70, 5), width=9),
+    DecodeCase("runs-128", Shape((2, 1), 128, 128), (300, 128, 0)),
+    DecodeCase("runs-256", Shape((8, 1), 64, 256), (700,)),
+    DecodeCase("runs-nothing", Shape((2, 1), 64, 32), (0, 0)),
+)
+
 # For a GPU only: real head counts, long contexts, many blocks.
 LARGE_DECODE_CASES = (
     DecodeCase("qwen3-0.6b", Shape((16, 8), 128, 64), (1024, 1, 4000, 63, 64, 65, 0, 2048), width=64),

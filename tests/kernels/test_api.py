@@ -24,8 +24,11 @@ def names(resolved: kernels.ResolvedBackends) -> tuple[str, str, str]:
     return resolved.write_kv, resolved.decode_attention, resolved.ragged_attention
 
 
-def test_auto_is_triton_on_a_gpu_and_xla_on_a_cpu() -> None:
-    assert names(resolve("auto")) == ("triton", "triton", "triton")
+def test_auto_is_what_measures_best_on_a_gpu_and_xla_on_a_cpu() -> None:
+    assert names(resolve("auto")) == ("triton", "triton", "mosaic")
+    on_ampere = resolve("auto", device_kind="NVIDIA A100", compute_capability="8.0")
+    assert names(on_ampere) == ("triton", "triton", "triton")
+    assert "triton instead of mosaic for ragged_attention on NVIDIA A100" in on_ampere.reason
     on_cpu = resolve("auto", platform="cpu", device_kind="cpu", compute_capability="")
     assert names(on_cpu) == ("xla", "xla", "xla")
     assert "need a GPU" in on_cpu.reason
@@ -53,13 +56,13 @@ def test_an_old_gpu_gives_xla() -> None:
     assert "7.5" in resolved.reason
 
 
-def test_mosaic_has_the_prefill_of_a_hopper_and_leaves_the_rest_to_triton() -> None:
+def test_mosaic_has_the_attention_of_a_hopper_and_leaves_the_write_to_triton() -> None:
     resolved = resolve("mosaic")
-    assert names(resolved) == ("triton", "triton", "mosaic")
+    assert names(resolved) == ("triton", "mosaic", "mosaic")
     assert resolved.reason == ""
     assert names(resolve("mosaic_interpret", platform="cpu")) == (
         "triton_interpret",
-        "triton_interpret",
+        "mosaic_interpret",
         "mosaic_interpret",
     )
     with pytest.raises(ValueError, match="write_kv: backend 'mosaic' has no such kernel"):
@@ -72,14 +75,21 @@ def test_mosaic_has_the_prefill_of_a_hopper_and_leaves_the_rest_to_triton() -> N
 def test_what_mosaic_refuses_triton_does_and_says_why(changes: dict) -> None:
     resolved = resolve("mosaic", **changes)
     assert names(resolved) == ("triton", "triton", "triton")
-    assert "triton instead of mosaic for ragged_attention on NVIDIA H200: the mosaic kernel" in resolved.reason
+    lost = "decode_attention, ragged_attention on NVIDIA H200"
+    assert f"triton instead of mosaic for {lost}: the mosaic kernel" in resolved.reason
     assert str(*changes.values()) in resolved.reason
 
 
 def test_mosaic_without_a_gpu_gives_xla() -> None:
     resolved = resolve("mosaic", platform="cpu", device_kind="cpu", compute_capability="")
     assert names(resolved) == ("xla", "xla", "xla")
-    assert "xla instead of mosaic for ragged_attention" in resolved.reason
+    assert "xla instead of mosaic for decode_attention, ragged_attention" in resolved.reason
+
+
+def test_a_wide_head_keeps_the_mosaic_prefill() -> None:
+    resolved = resolve("mosaic", head_dim=256)
+    assert names(resolved) == ("triton", "triton", "mosaic")
+    assert "triton instead of mosaic for decode_attention" in resolved.reason
 
 
 def test_unknown_names_and_values_are_refused() -> None:

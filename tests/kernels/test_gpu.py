@@ -50,6 +50,14 @@ def test_ragged(case: cases.RaggedCase, dtype: str, backend: str) -> None:
     assert not np.asarray(got[used:], np.float32).any()
 
 
+@pytest.mark.parametrize(
+    "case", [*cases.MOSAIC_DECODE_CASES, *(c for c in cases.LARGE_DECODE_CASES if c.shape.head_dim in (64, 128))],
+    ids=lambda c: c.name,
+)  # fmt: skip
+def test_decode_by_mosaic(case: cases.DecodeCase) -> None:
+    test_decode(case, "bfloat16", "mosaic")
+
+
 @pytest.mark.parametrize("case", [*cases.MOSAIC_CASES, *cases.LARGE_RAGGED_CASES], ids=lambda c: c.name)
 def test_ragged_by_mosaic(case: cases.RaggedCase) -> None:
     test_ragged(case, "bfloat16", "mosaic")

@@ -4,11 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxvllm import kernels
-from jaxvllm.kernels import prefill_mosaic
+from jaxvllm.kernels import decode_mosaic, prefill_mosaic
 from jaxvllm.kernels.decode_triton import decode_config, tokens_per_split
 from jaxvllm.kernels.prefill_triton import prefill_config
 from tests.kernels import cases
@@ -43,8 +44,8 @@ def cuda_text(function, arguments, device_kind: str = "NVIDIA H200", **jit_optio
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def decode_text(shape: cases.Shape, dtype: str, batch: int, width: int, **options) -> str:
-    function = functools.partial(kernels.decode_attention, scale=0.1, backend="triton")
+def decode_text(shape: cases.Shape, dtype: str, batch: int, width: int, backend: str = "triton", **options) -> str:
+    function = functools.partial(kernels.decode_attention, scale=0.1, backend=backend)
     arrivals = jax.ShapeDtypeStruct((batch, shape.heads[0]), jnp.int32)
     return cuda_text(function, (*arrays(shape, dtype, batch, batch, width), arrivals), **options)
 
@@ -66,6 +67,27 @@ def test_decode_lowers(case: cases.DecodeCase) -> None:
 @pytest.mark.parametrize("case", RAGGED_CASES, ids=lambda c: c.name)
 def test_ragged_lowers_to_one_launch(case: cases.RaggedCase) -> None:
     assert ragged_text(case, "bfloat16").count(TRITON_CALL) == 1
+
+
+def test_decode_lowers_to_a_mosaic_launch_and_a_combination() -> None:
+    text = decode_text(cases.Shape((16, 8), 128, 64), "bfloat16", 64, 64, backend="mosaic")
+    assert (text.count(MOSAIC_CALL), text.count(TRITON_CALL)) == (1, 1)
+
+
+def test_runs_are_equal_and_meet_end_to_end() -> None:
+    """Cut after cut, the runs' tiles are all tiles of all pairs, each once, in order."""
+    lens, heads, count = [100, 0, 64, 1, 2000, 130], 2, 7
+    runs, walk = decode_mosaic._runs(jnp.array(lens), heads, count)
+    every = [(s, h, t) for s, n in enumerate(lens) for h in range(heads) for t in range(-(-n // 64))]
+    sizes = runs[:, 3].tolist()
+    assert sum(sizes) == len(every)
+    assert max(sizes) - min(sizes) <= 1
+    first = [0, *np.cumsum(sizes)[:-1].tolist()]
+    assert [tuple(run[:3]) for run in runs.tolist()] == [every[i] for i in first]
+    assert runs[1:, 4].tolist() == sizes[:-1]
+    for index, (seq, head, *_, until) in enumerate(runs.tolist()):
+        assert until == sum(every[i] <= (seq, head, 10**9) for i in first), index
+    assert walk.tolist() == [[n, next((j for j in range(i + 1, 6) if lens[j]), 6)] for i, n in enumerate(lens)]
 
 
 @pytest.mark.parametrize("name", MOSAIC_CASES)
@@ -103,7 +125,7 @@ def test_decode_is_one_launch_but_for_the_smallest_batch() -> None:
 
 def test_splits_follow_the_batch_the_machine_and_the_table() -> None:
     config = functools.partial(decode_config, kv_heads=8, head_dim=128, block_size=64, itemsize=2)
-    assert [config(batch, width=64, sms=132).max_splits for batch in (1, 8, 64, 256)] == [64, 64, 4, 4]
+    assert [config(batch, width=64, sms=132).max_splits for batch in (1, 8, 64, 256)] == [64, 16, 4, 4]
     assert config(1, width=1, sms=132).max_splits == 1
     assert config(256, width=1024, sms=132).max_splits == 64
 

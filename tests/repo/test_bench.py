@@ -86,6 +86,12 @@ def test_ceilings_run_anywhere(tmp_path: Path) -> None:
     assert [row["unit"] for row in run("ceilings", tmp_path, "--repeats", "1")] == ["TB/s", "TB/s", "TFLOP/s"]
 
 
+def test_kernels_run_anywhere(tmp_path: Path) -> None:
+    rows = run("kernels", tmp_path)
+    assert {row["case"].partition(" ")[0] for row in rows} == {"ceiling,", "decode", "prefill", "mixed"}
+    assert all(row["value"] > 0 for row in rows)
+
+
 SMALL = ["--config", "tiny", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--num-blocks", "64"]
 SMALL += ["--block-size", "16", "--max-model-len", "128", "--decode-buckets", "4", "--token-buckets", "64"]
 
