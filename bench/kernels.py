@@ -210,7 +210,8 @@ def measure(args: argparse.Namespace) -> list[Row]:
             ("a chunk of 1024", ((1024, 1024),)),
             ("255 rows and a chunk", (*((1, 1024),) * 255, (1024, 1024))),
         ):
-            shape, few = Shape(heads, parts if on_gpu else parts[-1:]), min(layers, 8)
+            parts = parts if on_gpu else tuple((new // 16 or 1, context // 16) for new, context in parts[-2:])
+            shape, few = Shape(heads, parts), min(layers, 8)
             made = list(inputs(shape, few).values())
             step = functools.partial(seconds, ragged_step(few, backends[-1]), made, few)
             attempt(f"mixed {name} {text}, {backends[-1]}", "us", shape, step)
@@ -218,7 +219,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def tune() -> None:
-    """Prints, for growing numbers of pairs, the fastest tunables (programs a multiprocessor, then a DecodeRow's others)."""
+    """Prints the fastest tunables by the number of pairs: programs a multiprocessor, then a DecodeRow's others."""
     rng, sms = np.random.default_rng(0), num_sms()
     for batch in (1, 8, 32, 64, 128, 192, 256):
         pairs = batch * 8

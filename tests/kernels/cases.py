@@ -81,7 +81,7 @@ MOSAIC_CASES = (
     RaggedCase("one-head-256", Shape((1, 1), 64, 256), ((140, 300),), tokens=140, query_tile=128),
 )
 
-MOSAIC_DECODE_CASES = (  # what the Mosaic kernel takes, cut into runs in every way: several a sequence, several sequences a run
+MOSAIC_DECODE_CASES = (  # what the Mosaic kernel takes: several runs a sequence, several sequences a run
     DecodeCase("runs-64", Shape((4, 2), 64, 64), (100, 0, 64, 1, 200, 130)),
     DecodeCase("runs-16", Shape((5, 1), 64, 16), (33, 70, 5), width=9),
     DecodeCase("runs-128", Shape((2, 1), 128, 128), (300, 128, 0)),
