@@ -4,9 +4,9 @@ python -m bench.kernels                 the shapes of Qwen3-0.6B and 8B
 python -m bench.kernels --tune          decode's tunables: prints rows for kernels/decode_table.py
 python -m bench.kernels --picture FILE  draws the recorded rows: bandwidth reached against batch and context
 
-A figure is the time of one layer: a compiled step of --layers calls, each on another layer of one cache through
-shuffled block tables, under jax's profiler; the sum of its kernels' times over the layers. Beside ours run, where they
-apply, cuDNN's attention through jax (dense keys and values: no pages) and jax's own paged attention.
+A figure is the time of one layer: a compiled loop over --layers layers of one cache through shuffled block tables, under
+jax's profiler; the sum of its kernels' times over the layers. Beside ours run, where they apply, cuDNN's attention
+through jax (dense keys and values: no pages) and jax's own paged attention. cuDNN's attention through jax (dense keys and values: no pages) and jax's own paged attention.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from bench.ceilings import matmul_operations_per_s, median_s, read_bytes_per_s
 from bench.common import RESULTS, Row, accelerator_name, parser, record
@@ -107,26 +108,25 @@ def inputs(shape: Shape, layers: int, num_blocks: int | None = None) -> dict[str
 
 
 def decode_step(layers: int, backend: str, config=None) -> Callable[..., jax.Array]:
+    if config is None:
+        attend = functools.partial(kernels.decode_attention, backend=backend, scale=HEAD_DIM**-0.5)
+    else:
+        attend = functools.partial(decode_triton.decode_attention, config=config, scale=HEAD_DIM**-0.5)
+
     def step(q, kv, tables, lens):
-        arrivals = jnp.zeros(q.shape[:2], jnp.int32)
-        for layer in range(layers):
-            arguments = (q, kv, jnp.int32(layer), tables, lens, arrivals)
-            if config is None:
-                q, arrivals = kernels.decode_attention(*arguments, scale=HEAD_DIM**-0.5, backend=backend)
-            else:
-                q, arrivals = decode_triton.decode_attention(*arguments, scale=HEAD_DIM**-0.5, config=config)
-        return q
+        def layer(i, state):
+            return attend(state[0], kv, i, tables, lens, state[1])
+
+        return lax.fori_loop(0, layers, layer, (q, jnp.zeros(q.shape[:2], jnp.int32)))[0]
 
     return step
 
 
 def ragged_step(layers: int, backend: str) -> Callable[..., jax.Array]:
+    attend = functools.partial(kernels.ragged_attention, scale=HEAD_DIM**-0.5, query_tile=QUERY_TILE, backend=backend)
+
     def step(q, kv, *plan):
-        for layer in range(layers):
-            q = kernels.ragged_attention(
-                q, kv, jnp.int32(layer), *plan, scale=HEAD_DIM**-0.5, query_tile=QUERY_TILE, backend=backend
-            )
-        return q
+        return lax.fori_loop(0, layers, lambda i, q: attend(q, kv, i, *plan), q)
 
     return step
 
@@ -166,12 +166,14 @@ def jax_paged_seconds(shape: Shape, layers: int) -> float:
     return seconds(step, [made["q"], pages[0], pages[1]], layers)
 
 
-def measure(args: argparse.Namespace) -> list[Row]:
+def measure(args: argparse.Namespace) -> None:
+    """Measures and records every row, one by one."""
     on_gpu = jax.devices()[0].platform != "cpu"
     layers = args.layers if on_gpu else 2
     read = read_bytes_per_s(2**32 if on_gpu else 2**24, 7)
     rate = matmul_operations_per_s(8192 if on_gpu else 256, 7)
-    rows = [Row("ceiling, read", read / 1e12, "TB/s"), Row("ceiling, matmul", rate / 1e12, "TFLOP/s")]
+    note = functools.partial(record, "kernels", device=accelerator_name(), args=args)
+    note([Row("ceiling, read", read / 1e12, "TB/s"), Row("ceiling, matmul", rate / 1e12, "TFLOP/s")])
 
     def attempt(case: str, unit: str, shape: Shape, run: Callable[[], float]) -> None:
         try:
@@ -180,9 +182,9 @@ def measure(args: argparse.Namespace) -> list[Row]:
             print(f"{case}: {type(error).__name__}: {' '.join(str(error).split())[:200]}", flush=True)
             return
         if unit == "us":
-            rows.append(Row(case, taken * 1e6, unit, max(shape.kv_bytes / read, shape.operations / rate) * 1e6))
+            note([Row(case, taken * 1e6, unit, max(shape.kv_bytes / read, shape.operations / rate) * 1e6)])
         else:
-            rows.append(Row(case, shape.operations / taken / 1e12, unit, rate / 1e12))
+            note([Row(case, shape.operations / taken / 1e12, unit, rate / 1e12)])
 
     backends = ("triton", "mosaic") if on_gpu else ("xla",)
     for name, heads in HEADS.items():
@@ -215,7 +217,6 @@ def measure(args: argparse.Namespace) -> list[Row]:
             made = list(inputs(shape, few).values())
             step = functools.partial(seconds, ragged_step(few, backends[-1]), made, few)
             attempt(f"mixed {name} {text}, {backends[-1]}", "us", shape, step)
-    return rows
 
 
 def tune() -> None:
@@ -232,11 +233,13 @@ def tune() -> None:
             chosen = [o for o in options if (o[0] >= 8 or o[1] >= 96 or batch == 1) and (batch < 64 or o[1] == 128)]
 
             base = decode_triton.decode_config(batch, 8, HEAD_DIM, BLOCK, made[2].shape[1], 2, sms)
-            for per_sm, *option in chosen:
-                config = decode_triton.DecodeConfig(base.max_splits, (per_sm * sms,) * 2, *option)
+            for option in chosen:
+                per_sm, min_tokens, tile, warps, stages, fused = option
+                programs = per_sm * sms, per_sm * sms
+                config = decode_triton.DecodeConfig(base.max_splits, programs, min_tokens, tile, warps, stages, fused)
                 taken = seconds(decode_step(4, "triton", config), made, 4)
                 if mixed not in best or taken < best[mixed][0]:
-                    best[mixed] = taken, (per_sm, *option)
+                    best[mixed] = taken, option
         print(f"up to {pairs} pairs: one length {best[False]}, mixed {best[True]}", flush=True)
 
 
@@ -278,7 +281,7 @@ def main() -> None:
     elif args.tune:
         tune()
     else:
-        record("kernels", measure(args), device=accelerator_name(), args=args)
+        measure(args)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from .decode_mosaic_roles import RUNS, STAGES, TILE, Run, consume, produce
 from .device import num_sms
 from .mosaic_tiles import COLUMNS, ROWS
 from .shapes import MOSAIC_BLOCK_SIZES, MOSAIC_HEAD_DIMS
+from .triton_tiles import next_power_of_two
 
 HEAD_DIMS = MOSAIC_HEAD_DIMS["decode_attention"]
 FIELDS = 6  # of a run, see `_runs`
@@ -81,7 +82,8 @@ def _launch(layers, q, kv, tables, lens, *, scale: float, programs: int, interpr
     chunks = head_dim // COLUMNS
     copies = max(1, TILE // block_size)
     tiles = plgpu.SMEM((RUNS, 2, chunks, ROWS, COLUMNS), q.dtype, transforms=_TRANSFORMS)
-    heads = plgpu.SMEM((RUNS, 2, chunks, ROWS // group, group, COLUMNS), q.dtype, transforms=_TRANSFORMS[1:])
+    padded = next_power_of_two(group)  # so that both views of the memory have the same strides
+    heads = plgpu.SMEM((RUNS, 2, chunks, ROWS // padded, padded, COLUMNS), q.dtype, transforms=_TRANSFORMS[1:])
     parts = plgpu.SMEM((RUNS, 2, ROWS, COLUMNS * chunks // 2), jnp.float32)
     rows = (tiles, heads, parts) if interpret else plgpu.RefUnion(tiles, heads, parts)
     rings = tuple(plgpu.SMEM((RUNS, n, TILE, head_dim), q.dtype, transforms=_TRANSFORMS) for n in STAGES)
@@ -123,11 +125,11 @@ def _launch(layers, q, kv, tables, lens, *, scale: float, programs: int, interpr
         functools.partial(_combine_kernel, group=group),
         grid=(RUNS * programs, group),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
-        input_output_aliases={3: 0},
+        input_output_aliases={4: 0},
         compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="paged_decode_combine",
-    )(runs, part, weight, out)
+    )(runs, walk, part, weight, out)
 
 
 def _runs(context_lens, kv_heads: int, count: int) -> tuple[jax.Array, jax.Array]:
@@ -156,10 +158,21 @@ def _runs(context_lens, kv_heads: int, count: int) -> tuple[jax.Array, jax.Array
     return runs.astype(jnp.int32), jnp.stack([context_lens, following], axis=1).astype(jnp.int32)
 
 
-def _combine_kernel(runs_ref, part_ref, weight_ref, _, out_ref, *, group: int):
-    """The pieces of the pair in which run `index` starts, if that is the first cut in it: one query head a program."""
+def _combine_kernel(runs_ref, walk_ref, part_ref, weight_ref, _, out_ref, *, group: int):
+    """The pieces of the pair in which run `index` starts, if that is the first cut in it; zeros for empty contexts.
+
+    One query head of a group a program.
+    """
     index, row = pl.program_id(0), pl.program_id(1)
     seq, head, tile, _, before, until = (runs_ref[index, i] for i in range(FIELDS))
+    batch, count = walk_ref.shape[0], runs_ref.shape[0]
+    for first in range(0, batch, count):
+        own = jnp.minimum(first + index, batch - 1)
+
+        @pl.when((first + index < batch) & (walk_ref[own, 0] == 0))
+        def _(own=own):
+            for kv_head in range(out_ref.shape[1] // group):
+                out_ref[own, kv_head * group + row, :] = jnp.zeros((out_ref.shape[2],), out_ref.dtype)
 
     @pl.when((tile > 0) & (tile <= before))
     def _():

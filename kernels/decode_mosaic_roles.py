@@ -95,9 +95,10 @@ def produce(p: Run) -> None:
     def work(pieces, done, seq, head, context, first_tile, count):
         buffer = lax.rem(pieces, 2)
         pl.when(pieces >= 2)(lambda: plgpu.barrier_wait(p.q_free.at[p.run * 2 + buffer]))
+        own = pl.ds(0, p.group)
         for c in p.chunks:
             source = p.q.at[seq, pl.ds(head * p.group, p.group), pl.ds(c * COLUMNS, COLUMNS)]
-            plgpu.copy_gmem_to_smem(source, p.rows[1].at[p.run, buffer, c, 0], p.q_full.at[p.run * 2 + buffer])
+            plgpu.copy_gmem_to_smem(source, p.rows[1].at[p.run, buffer, c, 0, own], p.q_full.at[p.run * 2 + buffer])
         last_block = lax.div(context - 1, block_size)
 
         def step(index, _):
@@ -145,16 +146,8 @@ def produce(p: Run) -> None:
 
 
 def consume(p: Run) -> None:
-    """Attention of every piece of the run, and zeros for the sequences without a context."""
+    """Attention of every piece of the run."""
     plgpu.set_max_registers(REGISTERS[1], action="increase")
-    batch, count = p.walk.shape[0], p.runs.shape[0]
-    for first in range(0, batch, count):
-        seq = jnp.minimum(first + p.index, batch - 1)
-
-        @pl.when((first + p.index < batch) & (p.walk[seq, 0] == 0))
-        def _(seq=seq):
-            p.out.at[seq][...] = jnp.zeros(p.out.shape[1:], p.out.dtype)
-
     p.each_piece(functools.partial(_attend, p))
 
 
@@ -220,13 +213,13 @@ def _attend(p: Run, pieces, done, seq, head, context, first_tile, count) -> None
         for c in p.chunks:
             part = out[:, c * COLUMNS : (c + 1) * COLUMNS].astype(p.out.dtype)
             if interpret:
-                heads.at[c, 0][...] = part[: p.group]
+                heads.at[c, 0, pl.ds(0, p.group)][...] = part[: p.group]
             else:
                 tiles.at[c][...] = part
         plgpu.commit_smem()
         for c in p.chunks:
             where = seq, pl.ds(head * p.group, p.group), pl.ds(c * COLUMNS, COLUMNS)
-            plgpu.copy_smem_to_gmem(heads.at[c, 0], p.out.at[where])
+            plgpu.copy_smem_to_gmem(heads.at[c, 0, pl.ds(0, p.group)], p.out.at[where])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(jnp.logical_not(whole))

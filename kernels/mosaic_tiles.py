@@ -79,9 +79,16 @@ def store_tokens(tokens_ref, out_ref, token, count, first_head) -> None:
         size //= 2
 
 
+def zeroes_pads(num_heads: int, head_dim: int) -> bool:
+    """Whether a warpgroup can store one token's output: a multiple of its 128 threads."""
+    return num_heads * head_dim % 128 == 0
+
+
 def zero_pads(out_ref, starts_ref, sm, num_sms: int) -> None:
-    """Zeros in this program's share of the tokens behind the last query."""
+    """Zeros in this program's share of the tokens behind the last query; not where `zeroes_pads` says no."""
     tokens, num_heads, head_dim = out_ref.shape
+    if not zeroes_pads(num_heads, head_dim):
+        return
     first = starts_ref[starts_ref.shape[0] - 1] + sm
 
     def body(index, _):

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .device import num_sms
-from .mosaic_tiles import COLUMNS, ROWS
+from .mosaic_tiles import COLUMNS, ROWS, zeroes_pads
 from .prefill_mosaic_program import Program
 from .prefill_mosaic_roles import REGISTERS, consume, produce
 from .shapes import MOSAIC_BLOCK_SIZES, MOSAIC_HEAD_DIMS
@@ -102,7 +102,11 @@ def ragged_attention(
         raise ValueError(f"query_tile is {query_tile}; with {config.heads} heads an item the limit is {limit}")
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     plan = block_tables, context_lens, query_start, tile_seq, tile_start
-    return _launch(layers, q, kv, *plan, scale=scale, query_tile=query_tile, config=config, interpret=interpret)
+    out = _launch(layers, q, kv, *plan, scale=scale, query_tile=query_tile, config=config, interpret=interpret)
+    if zeroes_pads(*q.shape[1:]):
+        return out
+    token = jnp.arange(q.shape[0], dtype=jnp.int32)[:, None, None]
+    return jnp.where(token < query_start[-1], out, jnp.zeros((), out.dtype))
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "query_tile", "config", "interpret"))  # lowered for all layers

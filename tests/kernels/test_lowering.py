@@ -69,8 +69,19 @@ def test_ragged_lowers_to_one_launch(case: cases.RaggedCase) -> None:
     assert ragged_text(case, "bfloat16").count(TRITON_CALL) == 1
 
 
-def test_decode_lowers_to_a_mosaic_launch_and_a_combination() -> None:
-    text = decode_text(cases.Shape((16, 8), 128, 64), "bfloat16", 64, 64, backend="mosaic")
+AWKWARD = [cases.Shape((16, 8), 128, 64), cases.Shape((1, 1), 64, 256), cases.Shape((5, 1), 64, 16)]
+AWKWARD += [cases.Shape((40, 8), 128, 16), cases.Shape((3, 3), 64, 64)]
+
+
+@pytest.mark.parametrize("shape", AWKWARD, ids=str)
+def test_mosaic_ragged_lowers_for_any_heads(shape: cases.Shape) -> None:
+    case = cases.RaggedCase("any", shape, ((70, 70), (1, 30)), tokens=128, query_tile=64)
+    assert ragged_text(case, "bfloat16", "mosaic").count(MOSAIC_CALL) == 1
+
+
+@pytest.mark.parametrize("shape", AWKWARD, ids=str)
+def test_decode_lowers_to_a_mosaic_launch_and_a_combination(shape: cases.Shape) -> None:
+    text = decode_text(shape, "bfloat16", 64, 64, backend="mosaic")
     assert (text.count(MOSAIC_CALL), text.count(TRITON_CALL)) == (1, 1)
 
 
