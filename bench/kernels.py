@@ -4,9 +4,9 @@ python -m bench.kernels                 the shapes of Qwen3-0.6B and 8B
 python -m bench.kernels --tune          decode's tunables: prints rows for kernels/decode_table.py
 python -m bench.kernels --picture FILE  draws the recorded rows: bandwidth reached against batch and context
 
-A figure is the time of one layer: a compiled loop over --layers layers of one cache through shuffled block tables, under
-jax's profiler; the sum of its kernels' times over the layers. Beside ours run, where they apply, cuDNN's attention
-through jax (dense keys and values: no pages) and jax's own paged attention. cuDNN's attention through jax (dense keys and values: no pages) and jax's own paged attention.
+A figure is the time of one layer: a compiled loop over --layers layers of one cache through shuffled block tables,
+under jax's profiler; the sum of its kernels' times over the layers. Beside ours run, where they apply, cuDNN's
+attention through jax (dense keys and values: no pages) and jax's own paged attention.
 """
 
 import argparse
