@@ -134,6 +134,12 @@ class Recorder:
             self._events.append([len(self._steps), "abort", self._number(request)])
         return request
 
+    def stop(self, request: Request, stop_reason: str) -> None:
+        """Scheduler.stop, noted as an abort: in a recording there is no text."""
+        if request.finish_reason is None:
+            self._events.append([len(self._steps), "abort", self._number(request)])
+        self.scheduler.stop(request, stop_reason)
+
     def reset_prefix_cache(self) -> None:
         """Scheduler.reset_prefix_cache, noted."""
         self.scheduler.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""What the engine does once or rarely: buckets, loading, memory, compilation, and scoring one sequence.
+"""What the engine does once or rarely: buckets, loading, memory, compilation, new weights.
 
 Part of the engine's room (it may import every other one), apart from the loop so that the loop reads in one sitting.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxvllm import config as configuration
 from jaxvllm.config import ConfigError, EngineConfig, ModelConfig
@@ -98,10 +97,10 @@ def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable
                 time.perf_counter() - started)  # fmt: skip
     num_blocks = engine.num_blocks or choose_num_blocks(executor, buckets.all)
     if engine.warmup:
-        logger.info("compiling %d buckets", len(buckets.all))
+        logger.info("compiling %d steps", len(buckets.all) * len(executor.variants))
     executor.start(num_blocks, buckets.all if engine.warmup else ())
     if engine.warmup:
-        logger.info("compiled %d buckets in %.1f s", executor.num_compiles, executor.compile_seconds)
+        logger.info("compiled %d steps in %.1f s", executor.num_compiles, executor.compile_seconds)
     return executor
 
 
@@ -154,50 +153,3 @@ def prepare_backend(engine: EngineConfig) -> None:
     if cache is not None and jax.config.jax_compilation_cache_dir is None and jax.default_backend() != "cpu":
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def score(executor: Executor, scheduler: Scheduler, buckets: BucketTable, engine: EngineConfig,
-          ids: np.ndarray, between_chunks: Callable[[], None]) -> np.ndarray:  # fmt: skip
-    """``Engine.score``: ids int32 [n] in chunks of the token budget over borrowed blocks; float32 [n - 1]."""
-    assert engine.max_model_len is not None
-    if not 2 <= ids.size <= engine.max_model_len:
-        raise ValueError(
-            f"token_ids has {ids.size} ids; scoring takes 2 to max_model_len={engine.max_model_len}: "
-            "split the text, or raise max_model_len"
-        )
-    size = engine.block_size
-    inputs = ids[:-1]  # the last id is only a target: it needs no slot
-    needed = -(-inputs.size // size)
-    if needed > scheduler.pool.num_free:
-        raise ValueError(
-            f"scoring {ids.size} ids needs {needed} free blocks, but {scheduler.pool.num_free} are free: "
-            "let running requests finish, or raise num_blocks"
-        )
-    blocks = scheduler.pool.take(needed)
-    try:
-        table = np.asarray(blocks, np.int32)
-        parts = []
-        for start in range(0, inputs.size, engine.max_num_batched_tokens):
-            chunk = inputs[start : start + engine.max_num_batched_tokens]
-            bucket = buckets.fit("ragged", chunk.size)
-            layout = executor.layout(bucket)
-            buffer = layout.empty()
-            plan = layout.views(buffer)
-            positions = np.arange(start, start + chunk.size, dtype=np.int32)
-            plan.token_ids[: chunk.size] = chunk
-            plan.positions[: chunk.size] = positions
-            plan.slot_mapping[: chunk.size] = table[positions // size] * size + positions % size
-            plan.context_lens[0] = start + chunk.size
-            plan.block_tables[0, : table.size] = table
-            assert plan.query_start is not None and plan.tile_seq is not None and plan.tile_start is not None
-            plan.query_start[1:] = chunk.size
-            tiles = np.arange(0, chunk.size, layout.query_tile, dtype=np.int32)
-            plan.tile_seq[: tiles.size] = 0
-            plan.tile_start[: tiles.size] = tiles
-            targets = np.zeros(bucket.num_tokens, np.int32)
-            targets[: chunk.size] = ids[start + 1 : start + 1 + chunk.size]
-            parts.append(executor.score(bucket, buffer, targets)[: chunk.size])
-            between_chunks()
-        return np.concatenate(parts)
-    finally:
-        scheduler.pool.release(blocks)
