@@ -59,7 +59,7 @@ class Bookkeeping:
         if request_id is None:
             new_ids = (f"request-{number}" for number in itertools.count(self._num_requests))
             request_id = next(name for name in new_ids if not self._in_use(name, params.n))
-        tracked = Tracked(request_id, prompt, params, online)
+        tracked = Tracked(request_id, prompt, params, self.tokenizer, online)
         try:
             for i, name in enumerate(sample_ids(request_id, params.n)):
                 request = Request.create(
@@ -69,7 +69,7 @@ class Bookkeeping:
                 )  # fmt: skip
                 self._scheduler.add(request)
                 self._num_requests += 1
-                self._completions[name] = tracked.add(request, self.tokenizer)
+                self._completions[name] = tracked.add(request)
         except BaseException:
             self._abort(tracked)
             for completion in tracked.completions:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from jaxvllm import scoring, startup
 from jaxvllm.bookkeeping import Bookkeeping
@@ -70,9 +70,9 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
     Raises ConfigError, CheckpointError (both ValueErrors) naming field, value, limit and the way out.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | ModelConfig, *, tensor_parallel_size: int = 1,
-                 block_size: int = 64, num_blocks: int | None = None, max_num_seqs: int = 256,
-                 max_num_batched_tokens: int = 8192, max_model_len: int | None = None,
+    def __init__(self, model: str | os.PathLike[str] | ModelConfig | startup.GivenModel, *,
+                 tensor_parallel_size: int = 1, block_size: int = 64, num_blocks: int | None = None,
+                 max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, max_model_len: int | None = None,
                  gpu_memory_utilization: float = 0.9, scheduling_policy: str = "prefill_first",
                  policy: str = "fcfs", long_prefill_token_threshold: int = 0, reserve_full_prompt: bool = True,
                  enable_chunked_prefill: bool = True, share_prefixes: bool = False,
@@ -96,18 +96,19 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
             enable_processors=enable_processors, max_logprobs=max_logprobs, logprobs_mode=logprobs_mode,
             generation_config=generation_config, warmup=warmup,
         )  # fmt: skip
-        path = None if isinstance(model, ModelConfig) else Path(model)
-        self.model_config = model if isinstance(model, ModelConfig) else ModelConfig.from_dir(model)
+        given = model if isinstance(model, startup.GivenModel) else None
+        path = None if given or isinstance(model, ModelConfig) else Path(cast(str, model))
+        self.model_config = cast(ModelConfig, given.config if given else ModelConfig.from_dir(path) if path else model)
         self.config = asked.resolve(self.model_config)
         rules = startup.scheduling_rules(self.config)
-        self.tokenizer = None if path is None else Tokenizer.from_dir(path)
+        self.tokenizer = given.tokenizer if given else Tokenizer.from_dir(path) if path else None
         self._encode = None if self.tokenizer is None else self.tokenizer.encode
         self._end_tokens = set(self.model_config.eos_token_ids)  # with the tokenizer's own: the union ends a sequence
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self._end_tokens.add(self.tokenizer.eos_token_id)
         self._default_params = default_params(path if generation_config == "auto" else None)
         self.buckets = startup.bucket_table(self.config)
-        self._executor = startup.make_executor(self.model_config, self.config, self.buckets, path)
+        self._executor = startup.make_executor(self.model_config, self.config, self.buckets, given or path)
         self.config = replace(self.config, num_blocks=self._executor.num_blocks).resolve(self.model_config)
         self._scheduler = startup.make_scheduler(self.config, rules)
         self._processing = Processing(self._executor, self.config.max_num_seqs)

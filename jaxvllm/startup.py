@@ -1,4 +1,4 @@
-"""What the engine does once or rarely: buckets, loading, memory, compilation, new weights.
+"""What the engine does once: buckets, loading, memory, compilation.
 
 Part of the engine's room (it may import every other one), apart from the loop so that the loop reads in one sitting.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxvllm import config as configuration
 from jaxvllm.config import ConfigError, EngineConfig, ModelConfig
@@ -26,9 +27,21 @@ from jaxvllm.models.registry import param_table
 from jaxvllm.runtime.executor import Executor
 from jaxvllm.runtime.memory import choose_num_blocks
 from jaxvllm.runtime.mesh import make_mesh
-from jaxvllm.runtime.weights import make_place, place_params, random_params
+from jaxvllm.runtime.weights import make_place, random_params
+from jaxvllm.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class GivenModel:
+    """A model that is in memory already: ``Engine.from_params``' arguments."""
+
+    config: ModelConfig
+    params: Mapping[str, Any]
+    tokenizer: Tokenizer | None
+    mesh: Mesh
+    donate: bool
 
 
 def bucket_table(engine: EngineConfig) -> BucketTable:
@@ -73,10 +86,12 @@ def make_scheduler(engine: EngineConfig, rules: Rules) -> Scheduler:
     )  # fmt: skip
 
 
-def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable, path: Path | None) -> Executor:
-    """Loads the model onto the mesh, sizes the pool, allocates it and compiles every bucket."""
+def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable, source: Path | GivenModel | None
+                  ) -> Executor:  # fmt: skip
+    """Puts the model onto the mesh (None: random weights), sizes the pool, allocates it and compiles every bucket."""
     prepare_backend(engine)
-    mesh = make_mesh(engine.tensor_parallel_size)
+    given = source if isinstance(source, GivenModel) else None
+    mesh = make_mesh(engine.tensor_parallel_size) if given is None else given.mesh
     table = param_table(model, tp=mesh.size)
     device = mesh.devices.flat[0]
     assert engine.dtype is not None and engine.max_model_len is not None
@@ -91,7 +106,11 @@ def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable
     table_width = -(-engine.max_model_len // engine.block_size)
     executor = Executor(model, engine, mesh, table, backends, table_width)
     started = time.perf_counter()
-    executor.params = tables.nest(load(path, table, mesh, engine))
+    if isinstance(source, GivenModel):
+        placed = executor.placer.place(source.params, donate=source.donate)
+    else:
+        placed = load(source, table, mesh, engine)
+    executor.params = tables.nest(placed)
     jax.block_until_ready(executor.params)
     logger.info("weights: %.2f GB in %.1f s", tables.param_bytes(table, configuration.DTYPE_BYTES[engine.dtype]) / 1e9,
                 time.perf_counter() - started)  # fmt: skip
@@ -113,21 +132,6 @@ def load(path: Path | None, table: tables.Table, mesh: Any, engine: EngineConfig
 
     on_host = mesh.devices.flat[0].platform == "cpu"  # its arrays may alias what was read
     return load_shards(path, table, dtype=engine.dtype, place=make_place(mesh), keeps=on_host)
-
-
-def update_weights(executor: Executor, scheduler: Scheduler, params: Mapping[str, Any]) -> None:
-    """``Engine.update_weights``: checked and placed as a whole before the old weights go."""
-    if scheduler.has_unfinished():
-        raise RuntimeError(
-            f"{scheduler.num_waiting + scheduler.num_running} requests are unfinished and hold cache entries of the "
-            "old weights: let them end or abort them before update_weights"
-        )
-    canonical = param_table(executor.model)
-    table = param_table(executor.model, tp=executor.mesh.size)
-    assert executor.engine.dtype is not None
-    placed = place_params(params, canonical, table, executor.mesh, executor.engine.dtype)
-    executor.params = tables.nest(placed)
-    scheduler.reset_prefix_cache()
 
 
 def stats(scheduler: Scheduler, executor: Executor, start_seconds: float) -> dict[str, Any]:

@@ -44,7 +44,6 @@ class Completion:
     tracked: Tracked
     request: Request
     text: CompletionText | None
-    decode: Callable[[int], str] | None  # a token's text
     num_decoded: int = 0
     logprobs: list[Logprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
@@ -85,6 +84,13 @@ class Completion:
             self.text.flush()
         return self.text.stop_string
 
+    def begin_anew(self) -> None:
+        """Its request was restarted: nothing of its output counts any more."""
+        self.text = self.tracked.new_text()
+        self.logprobs, self.cumulative_logprob = [], 0.0
+        self.num_decoded = self.num_sent_tokens = self.num_sent_characters = 0
+        self.tracked.prompt_parts = self.tracked.prompt_logprobs = None
+
     def _hides_end(self) -> bool:
         """Whether the text leaves out the token that ended it: end tokens and stop_token_ids, as in vLLM."""
         request = self.request
@@ -94,7 +100,7 @@ class Completion:
     def add_logprobs(self, numbers: np.ndarray, ids: np.ndarray) -> None:
         """Those of the token that was just committed: float32 and int32 [1 + max_logprobs], see gather_logprobs."""
         token = self.request.outputs_since(len(self.logprobs))[0]
-        self.logprobs.append(logprobs_of(token, self.request.params.logprobs or 0, numbers, ids, self.decode))
+        self.logprobs.append(logprobs_of(token, self.request.params.logprobs or 0, numbers, ids, self.tracked.decode))
         self.cumulative_logprob += float(numbers[0])
 
     def output(self, index: int, delta: bool) -> CompletionOutput:
@@ -129,22 +135,31 @@ class Tracked:
     request_id: str
     prompt: Prompt
     params: SamplingParams
+    tokenizer: Tokenizer | None
     online: bool
     completions: list[Completion] = field(default_factory=list)
     prompt_parts: list[tuple[Any, Any]] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
 
-    def add(self, request: Request, tokenizer: Tokenizer | None) -> Completion:
+    def add(self, request: Request) -> Completion:
         """One more completion."""
-        text, params = None, self.params
-        if tokenizer is not None and params.detokenize:
-            stream = tokenizer.detokenizer(
-                self.prompt.token_ids.tolist(), skip_special_tokens=params.skip_special_tokens
-            )
-            text = CompletionText(stream, params.stop or (), include_stop=params.include_stop_str_in_output)
-        completion = Completion(self, request, text, None if tokenizer is None else tokenizer.token_text)
+        completion = Completion(self, request, self.new_text())
         self.completions.append(completion)
         return completion
+
+    def new_text(self) -> CompletionText | None:
+        """The text of a completion that has no tokens yet; None: without a tokenizer, or detokenize=False."""
+        params = self.params
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        ids = self.prompt.token_ids.tolist()
+        stream = self.tokenizer.detokenizer(ids, skip_special_tokens=params.skip_special_tokens)
+        return CompletionText(stream, params.stop or (), include_stop=params.include_stop_str_in_output)
+
+    @property
+    def decode(self) -> Callable[[int], str] | None:
+        """A token's text, where there is a tokenizer."""
+        return None if self.tokenizer is None else self.tokenizer.token_text
 
     @property
     def is_watched(self) -> bool:
@@ -201,7 +216,7 @@ class Tracked:
 
     def _read_prompt_logprobs(self) -> None:
         """Waits for the device's arrays and makes entries of them, for the prompt's tokens from the second on."""
-        decode, token_ids = self.completions[0].decode, self.prompt.token_ids.tolist()
+        decode, token_ids = self.decode, self.prompt.token_ids.tolist()
         self.prompt_logprobs = [None]
         for part in self.prompt_parts or ():
             for numbers, ids in zip(*map(np.asarray, part), strict=True):

@@ -208,6 +208,17 @@ class Queues:
         self.preempted_now.append(request)
         self.counters.preemptions += 1
 
+    def restart(self, request: Request) -> None:
+        """Back to wait as if it had just been added: outputs, blocks and row are gone. No step may be in flight."""
+        if request.status is RequestStatus.RUNNING:
+            self.preempt(request)
+        elif request.row >= 0:  # between two chunks
+            self._release(request)
+        request.detached_output = request.detached_output[:0]
+        request.num_lost = request.num_awaited = 0
+        request.awaited, request.first_token_time = None, 0.0
+        del request.block_hashes[request.num_prompt // self.block_size :]
+
     def stop(self, request: Request, stop_reason: str) -> None:
         """End a request whose text has come to the stop string `stop_reason`, also if that token was its last."""
         if request.status is RequestStatus.FINISHED:

@@ -29,11 +29,13 @@ from jaxvllm.core.knobs import KNOBS, neutral_knobs
 from jaxvllm.core.plan import PlanLayout
 from jaxvllm.kernels import ResolvedBackends
 from jaxvllm.models.params import Table, nest
+from jaxvllm.models.registry import param_table
 from jaxvllm.runtime.mesh import TP, sharding, spmd
 from jaxvllm.runtime.processed_step import make_processed_step, make_prompt_logprobs
 from jaxvllm.runtime.processors import PROCESSOR_SPECS, ProcessorState, processor_shapes, set_row
 from jaxvllm.runtime.state import STATE_SPECS, allocate_state, state_shapes
 from jaxvllm.runtime.step import make_score, make_step
+from jaxvllm.runtime.weights import ParamPlacer
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ class Executor:
             {path: jax.ShapeDtypeStruct(info.shape, dtype, sharding=sharding(mesh, info.axes))
              for path, info in table.items()}
         )  # fmt: skip
+        self.placer = ParamPlacer(param_table(model), table, mesh, str(engine.dtype))
         self.params: dict[str, Any] = {}
         self.state: Any = None  # DeviceState, once started
         self.processors: Any = None  # ProcessorState, or None without processors

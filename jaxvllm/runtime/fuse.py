@@ -34,17 +34,29 @@ def problems_with(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ..
     ]
 
 
-def make_fuse(table: Table, mesh: Mesh, dtype: str, *, donate: bool) -> Callable[..., dict[str, jax.Array]]:
-    """A jitted function {logical name: array} -> {path: array} of ``table``, in ``dtype``, placed as it says.
+def make_fuse(table: Table, mesh: Mesh, dtype: str) -> Callable[..., dict[str, jax.Array]]:
+    """A jitted function (donated, others), each {logical name: array} -> {path: array} of ``table``, placed as it says.
 
-    donate: the given arrays may be used up. Compiled at its first call, and again only for other shardings or dtypes.
+    donated: those whose memory becomes the result's; each must be in ``unchanged``, in ``dtype``. Compiled at its first
+    call, and again only for another division into the two, or other shardings or dtypes.
     """
 
-    def fuse(tensors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        return {path: _assemble(info, tensors, jnp.dtype(dtype)) for path, info in table.items()}
+    def fuse(donated: Mapping[str, jax.Array], others: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        made = {}
+        for path, info in table.items():
+            value = _assemble(info, {**donated, **others}, jnp.dtype(dtype))
+            # without the copy jit would hand an unchanged array through: the caller's own
+            made[path] = value if info.sources[0].name in donated else jnp.copy(value)
+        return made
 
     placed = {path: sharding(mesh, info.axes) for path, info in table.items()}
-    return jax.jit(fuse, out_shardings=placed, donate_argnums=(0,) if donate else ())
+    return jax.jit(fuse, out_shardings=placed, donate_argnums=(0,))
+
+
+def unchanged(table: Table) -> frozenset[str]:
+    """Names of the tensors that are a parameter of the table as they are."""
+    alone = (info for info in table.values() if len(info.sources) == 1)
+    return frozenset(info.sources[0].name for info in alone if info.sources[0].shape == info.shape)
 
 
 def _assemble(info: ParamInfo, tensors: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
