@@ -110,6 +110,8 @@ class Recorder:
             "end_token_ids": sorted(request.eos_token_ids),
             "priority": request.priority,
         }
+        if request.has_siblings:
+            wish["has_siblings"] = True
         self._wishes.append(wish)
 
     def schedule(self) -> ScheduledStep | None:

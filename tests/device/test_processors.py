@@ -135,6 +135,9 @@ def test_shards_keep_the_same_sets(shards: int) -> None:
 def test_no_loop_and_no_sort_where_the_passes_are_unrolled() -> None:
     batch = Batch([random_params(np.random.default_rng(7), VOCAB) for _ in range(4)], 3)
     text = jax.jit(on_device(unroll=True)).lower(*batch.arguments()).as_text()
+    tokens = np.zeros(4, np.int32)
+    text += jax.jit(lambda z, t: gather_logprobs(z, t, 20, axis=None)).lower(batch.logits, tokens).as_text()
+    text += jax.jit(partial(count_tokens, axis=None)).lower(batch.state, tokens, tokens).as_text()
     assert not any(
         word in text for word in ("stablehlo.while", "stablehlo.sort", "stablehlo.case", "top_k", "callback")
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxvllm import Engine, RequestOutputKind, SamplingParams
+from jaxvllm import Engine, RequestOutputKind, SamplingParams, replay
 
 KJV = Path(__file__).parents[2] / "examples" / "tiny-kjv"
 PROMPT = "And it came to pass, that"
@@ -174,3 +174,12 @@ def test_defaults_of_the_checkpoint(llm: Engine, tmp_path: Path, caplog: pytest.
     (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
     with pytest.raises(ValueError, match=r"generation_config\.json: top_p=7"):
         default_params(tmp_path)
+
+
+def test_stop_strings_and_samples_are_recorded(tmp_path: Path) -> None:
+    with small(record=tmp_path / "run.json") as engine:
+        engine.generate([PROMPT, "the"], greedy(stop=[" "], max_tokens=9), use_tqdm=False)
+        engine.generate(PROMPT, SamplingParams(n=3, max_tokens=5, seed=1), use_tqdm=False)
+    recorded = json.loads((tmp_path / "run.json").read_text())
+    assert recorded["complete"] and "abort" in {event[1] for event in recorded["events"]}
+    assert replay.replay(recorded) == []
