@@ -8,6 +8,7 @@ Owns: the thread, what crosses between it and event loops, and how much may wait
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 from collections import deque
@@ -73,7 +74,8 @@ class AsyncEngine:
                         return
             finally:
                 if not box.finished:
-                    await asyncio.shield(asyncio.wrap_future(self._submit(lambda: self._forget(name, box))))
+                    with contextlib.suppress(RuntimeError):  # the engine was closed meanwhile: it has forgotten all
+                        await asyncio.shield(asyncio.wrap_future(self._submit(lambda: self._forget(name, box))))
         finally:
             self._give_turn()
 

@@ -62,10 +62,10 @@ def processor_shapes(mesh: Mesh, num_rows: int, vocab_size: int) -> ProcessorSta
     )
 
 
-def processor_bytes(engine_rows: int, vocab_size: int, tp: int) -> int:
+def processor_bytes(num_rows: int, vocab_size: int, tp: int) -> int:
     """Bytes of the state on one device."""
     words = 2 * -(-vocab_size // tp) + MAX_BAD_WORD_TOKENS - 1 + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
-    return 4 * engine_rows * words
+    return 4 * num_rows * words
 
 
 def set_row(state: ProcessorState, row: jax.Array, new: ProcessorState) -> ProcessorState:

@@ -15,7 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-BITS_PER_PASS = 4  # 8 passes over the values find a threshold; each compares with 15 candidates at once
+BITS_PER_PASS = 3
+"""ceil(32 / 3) = 11 passes over the values find a threshold; each compares with 7 candidates at once. About where an
+H200 needs as long for the comparisons of a pass as for reading its values."""
+
+PIECE = 16
+MAX_RANKED = 640  # values of which all pairs are compared
 
 Total = Callable[[jax.Array], jax.Array]  # [B, ...] on each shard -> their sum
 
@@ -44,22 +49,22 @@ def threshold(keys: jax.Array, weights: jax.Array, needed: jax.Array, total: Tot
 
     keys [B, V_local] uint32; weights [B, V_local] int32 (with 1: the needed-th largest key) or float32, none negative;
     needed [B] of their dtype. Returns uint32 [B]; 0 where all weights together are less. So t is a key of the row: all
-    equal to it stay with it. 32 / BITS_PER_PASS passes, most significant bits first; a pass reads keys and weights once
-    and moves [B, 2^BITS_PER_PASS - 1] numbers between shards. unroll: no loop on the device (it compiles longer).
+    equal to it stay with it. Most significant bits first; a pass reads keys and weights once and moves
+    [B, 2^BITS_PER_PASS - 1] numbers between shards. unroll: no loop on the device (it compiles longer).
     """
     digits = jnp.arange(1, 1 << BITS_PER_PASS, dtype=jnp.uint32)
     zeros = [np.zeros((), weights.dtype)] * len(digits)
-    num_passes = 32 // BITS_PER_PASS
 
     def one_pass(number: Any, found: jax.Array) -> jax.Array:
-        shift = jnp.uint32(32 - BITS_PER_PASS) - jnp.uint32(number) * BITS_PER_PASS
-        candidates = found[:, None] | (digits << shift)
+        shift = jnp.maximum(32 - BITS_PER_PASS * (jnp.int32(number) + 1), 0).astype(jnp.uint32)
+        candidates = found[:, None] + (digits << shift)  # the last pass may look too far: nothing is found there
         parts = [jnp.where(keys >= candidates[:, i, None], weights, 0) for i in range(len(zeros))]
         sums = lax.reduce(parts, zeros, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (1,))
         enough = total(jnp.stack(sums, axis=1)) >= needed[:, None]
         # sums fall from digit to digit, so that the last digit with enough is their number
-        return found | (jnp.sum(enough, axis=1).astype(jnp.uint32) << shift)
+        return found + (jnp.sum(enough, axis=1).astype(jnp.uint32) << shift)
 
+    num_passes = -(-32 // BITS_PER_PASS)
     return lax.fori_loop(0, num_passes, one_pass, jnp.zeros(keys.shape[0], jnp.uint32), unroll=unroll or 1)
 
 
@@ -69,18 +74,18 @@ def top_n(values: jax.Array, ids: jax.Array, n: int) -> tuple[jax.Array, jax.Arr
     values [B, V] float32 without NaN; ids [B, V] or [1, V] int32, rising along a row. Returns ([B, n] float32, [B, n]
     int32); past the last of V values: -inf and -1.
 
-    The row is cut into about sqrt(V n) pieces. A value of the top n lies in one of the n pieces with the largest
-    maxima, so two small tables of comparisons give all ranks: about 2 V n of them a row.
+    The row is cut into pieces of PIECE values. A value of the top n lies in one of the n pieces with the largest maxima
+    (the first among equal ones), which are found in the same way; of few values all pairs are compared.
     """
     batch, size = values.shape
-    piece = max(1, int((size / n) ** 0.5))
-    num_pieces = -(-size // piece)
-    padding = ((0, 0), (0, num_pieces * piece - size))
-    values = jnp.pad(values, padding, constant_values=-jnp.inf).reshape(batch, num_pieces, piece)
+    if size <= max(MAX_RANKED, 2 * PIECE * n):
+        return _ranked(values, jnp.broadcast_to(ids, (batch, size)), n)
+    num_pieces = -(-size // PIECE)
+    padding = ((0, 0), (0, num_pieces * PIECE - size))
+    values = jnp.pad(values, padding, constant_values=-jnp.inf).reshape(batch, num_pieces, PIECE)
     ids = jnp.pad(jnp.broadcast_to(ids, (batch, size)), padding, constant_values=-1)
-    ids = ids.reshape(batch, num_pieces, piece)
-    peaks, places = jnp.max(values, axis=-1), jnp.arange(num_pieces, dtype=jnp.int32)[None]
-    _, best = _ranked(peaks, jnp.broadcast_to(places, peaks.shape), min(n, num_pieces))
+    ids = ids.reshape(batch, num_pieces, PIECE)
+    _, best = top_n(jnp.max(values, axis=-1), jnp.arange(num_pieces, dtype=jnp.int32)[None], n)
     chosen = best[:, :, None]
     values = jnp.take_along_axis(values, chosen, axis=1).reshape(batch, -1)
     ids = jnp.take_along_axis(ids, chosen, axis=1).reshape(batch, -1)

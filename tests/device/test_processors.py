@@ -257,7 +257,7 @@ def test_logprobs_and_ranks(shards: int) -> None:
         np.testing.assert_allclose(numbers[i], exact[i, [tokens[i], *order]], atol=2e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("size", "n"), [(1, 3), (7, 20), (400, 20)])
+@pytest.mark.parametrize(("size", "n"), [(1, 3), (7, 20), (700, 20), (12_000, 3)])
 def test_top_n_of_any_size(size: int, n: int) -> None:
     values = np.round(np.random.default_rng(size).normal(size=(3, size)) * 2).astype(np.float32)
     found, ids = jax.jit(partial(select.top_n, n=n))(values, jnp.arange(size, dtype=jnp.int32)[None] + 10)

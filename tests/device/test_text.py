@@ -177,7 +177,8 @@ def test_defaults_of_the_checkpoint(llm: Engine, tmp_path: Path, caplog: pytest.
 
 
 def test_stop_strings_and_samples_are_recorded(tmp_path: Path) -> None:
-    with small(record=tmp_path / "run.json") as engine:
+    with small(record=tmp_path / "run.json", generation_config="none") as engine:
+        assert engine.get_default_sampling_params() == SamplingParams()
         engine.generate([PROMPT, "the"], greedy(stop=[" "], max_tokens=9), use_tqdm=False)
         engine.generate(PROMPT, SamplingParams(n=3, max_tokens=5, seed=1), use_tqdm=False)
     recorded = json.loads((tmp_path / "run.json").read_text())
