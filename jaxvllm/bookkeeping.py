@@ -67,13 +67,16 @@ class Bookkeeping:
                     engine_seed=self.config.seed, priority=priority, bad_words=wish.bad_words,
                     has_siblings=params.n > 1,
                 )  # fmt: skip
+                completion = tracked.add(request)
                 self._scheduler.add(request)
+                self._completions[name] = completion
                 self._num_requests += 1
-                self._completions[name] = tracked.add(request)
         except BaseException:
-            self._abort(tracked)
             for completion in tracked.completions:
-                del self._completions[completion.request.request_id]
+                name = completion.request.request_id
+                if self._completions.get(name) is completion:
+                    del self._completions[name]
+                    self._scheduler.abort(name)
             raise
         self._tracked[request_id] = tracked
         self._num_watched += tracked.is_watched

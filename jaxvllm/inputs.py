@@ -117,7 +117,7 @@ def _check_params(params: SamplingParams, vocab_size: int, engine: EngineConfig,
     if params.needs_processors and not engine.enable_processors:
         raise ValueError(
             f"{name} asks for more than temperature and stops, but the engine was made with enable_processors=False: "
-            "leave that out"
+            "leave that out (where none were given, generation_config='none' in the Engine does)"
         )
 
 
