@@ -50,7 +50,7 @@ GPU_OPTIONS = {"xla_gpu_memory_limit_slop_factor": "100000"}
 class StepHandle:
     """A dispatched step: its tokens [B] are on their way to the host.
 
-    logprobs: of a processed step, the arrays of ``gather_logprobs``; they travel only if they are asked for.
+    logprobs: of a processed step, the arrays of ``gather_logprobs``; they travel, too.
     """
 
     tokens: jax.Array
@@ -184,7 +184,8 @@ class Executor:
             return StepHandle(tokens)
         states = (self.state, self.processors)
         (self.state, self.processors), (tokens, *numbers) = compiled(self.params, states, buffer, knobs)
-        tokens.copy_to_host_async()
+        for array in (tokens, *numbers):
+            array.copy_to_host_async()
         return StepHandle(tokens, (numbers[0], numbers[1]))
 
     def _compiled(self, variant: Variant) -> Any:

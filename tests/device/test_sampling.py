@@ -225,4 +225,4 @@ def test_engines_without_processors_refuse_them() -> None:
     with make_engine(warmup=False) as engine:
         with pytest.raises(ValueError, match="enable_processors=False"):
             engine.generate([[1]], SamplingParams(top_p=0.5), use_tqdm=False)
-        assert engine.generate([[1]], SamplingParams(top_p=0.5, temperature=0), use_tqdm=False)  # greedy: nothing to do
+        assert engine.add_request([1], SamplingParams(top_p=0.5, temperature=0))  # greedy: nothing to do

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxvllm import Engine, RequestOutputKind, SamplingParams, replay
+from jaxvllm import Engine, RequestOutputKind, SamplingParams, record, replay
 
 KJV = Path(__file__).parents[2] / "examples" / "tiny-kjv"
 PROMPT = "And it came to pass, that"
@@ -176,11 +176,10 @@ def test_defaults_of_the_checkpoint(llm: Engine, tmp_path: Path, caplog: pytest.
         default_params(tmp_path)
 
 
-def test_stop_strings_and_samples_are_recorded(tmp_path: Path) -> None:
-    with small(record=tmp_path / "run.json", generation_config="none") as engine:
-        assert engine.get_default_sampling_params() == SamplingParams()
-        engine.generate([PROMPT, "the"], greedy(stop=[" "], max_tokens=9), use_tqdm=False)
-        engine.generate(PROMPT, SamplingParams(n=3, max_tokens=5, seed=1), use_tqdm=False)
+def test_stop_strings_and_samples_are_recorded(llm: Engine, tmp_path: Path) -> None:
+    with record(llm, tmp_path / "run.json"):
+        llm.generate([PROMPT, "the"], greedy(stop=[" "], max_tokens=9), use_tqdm=False)
+        llm.generate(PROMPT, SamplingParams(n=3, max_tokens=5, seed=1), use_tqdm=False)
     recorded = json.loads((tmp_path / "run.json").read_text())
     assert recorded["complete"] and "abort" in {event[1] for event in recorded["events"]}
     assert replay.replay(recorded) == []
