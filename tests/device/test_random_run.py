@@ -63,7 +63,8 @@ def run(total: int, num_solos: int, seed: int, decode_buckets: tuple[int, ...]) 
                 asked[llm.add_request(prompt, wish)] = (prompt, wish)
             ended |= {output.request_id: output for output in llm.step() if output.finished}
             if rng.random() < 0.05:
-                llm.abort_request(list(asked)[int(rng.integers(len(asked)))])
+                recent = list(asked)[-30:]  # most of them unfinished
+                llm.abort_request(recent[int(rng.integers(len(recent)))])
         llm._scheduler.check_integrity()
         stats = llm.stats()
         assert stats["blocks_free"] == stats["num_blocks"] and stats["compiles_after_warmup"] == 0
