@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,15 +151,13 @@ def test_wishes_that_contradict_each_other() -> None:
 
 
 def test_the_new_fields_are_made_uniform() -> None:
-    params = SamplingParams(
-        stop="end", top_k=-1, logit_bias={"7": 1}, allowed_token_ids=np.array([3]), bad_words=["a", [1]]
-    )
+    wish: dict[str, Any] = {"logit_bias": {"7": 1}, "allowed_token_ids": np.array([3]), "bad_words": ["a", [1]]}
+    params = SamplingParams(stop="end", top_k=-1, **wish)
     assert (params.stop, params.top_k, params.logit_bias) == (("end",), 0, {7: 1.0})
     assert (params.allowed_token_ids, params.bad_words) == ((3,), ("a", (1,)))
     assert SamplingParams(stop=None, stop_token_ids=None, bad_words=None, logit_bias={}) == SamplingParams()
-    assert hash(params) == hash(
-        SamplingParams(stop=["end"], logit_bias={7: 1}, allowed_token_ids=[3], bad_words=["a", [1]])
-    )
+    same = SamplingParams(stop=["end"], logit_bias={7: 1}, allowed_token_ids=[3], bad_words=["a", [1]])
+    assert params == same and hash(params) == hash(same)
 
 
 @pytest.mark.parametrize(
