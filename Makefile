@@ -14,11 +14,12 @@ NEWEST := .venv-newest
 TESTS ?= tests
 JOBS ?= 2
 
-.PHONY: help demo test test-newest test-real test-gpu lint format clean
+.PHONY: help demo test test-slow test-newest test-real test-gpu lint format clean
 
 help:
 	@echo "make demo         text from the small model that comes with the repository"
 	@echo "make test         lint and the test suite, on the CPU (TESTS=tests/core for a part)"
+	@echo "make test-slow    the tests marked slow, 10,000 random requests through the small model among them"
 	@echo "make test-newest  the suite on the newest jax that pyproject.toml allows; appends to tests/newest.jsonl"
 	@echo "make test-real    checks on a real Qwen3 checkpoint: JAXVLLM_QWEN3=DIR make test-real"
 	@echo "make test-gpu     the tests that need a GPU"
@@ -37,6 +38,9 @@ test: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+
+test-slow: $(READY)
+	$(PY) -m pytest --slow -m slow $(TESTS)
 
 test-newest:
 	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && "$$python" -m venv --clear $(NEWEST)

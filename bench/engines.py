@@ -22,6 +22,10 @@ def engine_parser(doc: str | None) -> argparse.ArgumentParser:
     made.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     made.add_argument("--attention-backend", default="auto")
     made.add_argument("--async-steps", type=int, default=1)
+    made.add_argument(
+        "--no-processors", dest="enable_processors", action="store_false",
+        help="compile the plain variant of each step only",
+    )  # fmt: skip
     made.add_argument("--decode-buckets", type=_sizes, help="like 1,8,64,256 (default: the engine's table)")
     made.add_argument("--token-buckets", type=_sizes, help="like 1024,8192")
     return made
@@ -43,6 +47,7 @@ ENGINE_OPTIONS = (
     "async_steps",
     "decode_buckets",
     "token_buckets",
+    "enable_processors",
 )
 
 

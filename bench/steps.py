@@ -10,6 +10,8 @@ ids, max_tokens=1, from the call to its outputs; the median of 6.
 import itertools
 import statistics
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from bench.common import Row, accelerator_name, record
 from bench.engines import TimedEngine, engine_parser, label, make_engine
@@ -21,12 +23,15 @@ SETTLING_TURNS = 4
 """Turns of the loop left out at each end of the decode phase: the pipeline fills and drains."""
 
 
-def decode_step_s(engine: TimedEngine, batch: int, prompt_len: int, new_tokens: int) -> float:
-    """Median seconds between two steps of a full decode batch."""
+def decode_step_s(
+    engine: TimedEngine, batch: int, prompt_len: int, new_tokens: int, wish: Mapping[str, Any] | None = None
+) -> float:
+    """Median seconds between two steps of a full decode batch. wish: SamplingParams' fields, sampled without."""
     prompts = random_prompts(batch, prompt_len, max_id=_max_id(engine), seed=batch)
     before = engine.stats()["prefill_steps"]
     engine.turns.clear()
-    params = SamplingParams(temperature=0.6, max_tokens=new_tokens, ignore_eos=True)
+    chosen = {"temperature": 0.6} if wish is None else wish
+    params = SamplingParams(**chosen, max_tokens=new_tokens, ignore_eos=True)
     engine.generate(prompts, params, use_tqdm=False)
     # all prompts are computed first, then all B decode until all end in the same step
     first = engine.stats()["prefill_steps"] - before + SETTLING_TURNS

@@ -10,20 +10,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxvllm.async_engine import AsyncEngine
     from jaxvllm.config import EngineConfig, ModelConfig
     from jaxvllm.engine import LLM, Engine
-    from jaxvllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from jaxvllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from jaxvllm.recording import record
-    from jaxvllm.sampling_params import SamplingParams
+    from jaxvllm.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
     "Engine": "jaxvllm.engine",
     "LLM": "jaxvllm.engine",
+    "AsyncEngine": "jaxvllm.async_engine",
     "ModelConfig": "jaxvllm.config",
     "EngineConfig": "jaxvllm.config",
     "SamplingParams": "jaxvllm.sampling_params",
+    "RequestOutputKind": "jaxvllm.sampling_params",
+    "Logprob": "jaxvllm.outputs",
     "RequestOutput": "jaxvllm.outputs",
     "CompletionOutput": "jaxvllm.outputs",
     "RequestMetrics": "jaxvllm.outputs",
@@ -32,12 +36,15 @@ _EXPORTS = {
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CompletionOutput",
     "Engine",
     "EngineConfig",
+    "Logprob",
     "ModelConfig",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "__version__",
     "record",

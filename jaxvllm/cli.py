@@ -96,6 +96,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="each --prompt is a user message in the chat template")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1.0)")
+    sampling.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: 1.0, all tokens)")
+    sampling.add_argument("--top-k", type=int, default=0, help="sample from the K most probable (default: 0, all)")
+    sampling.add_argument("--min-p", type=float, default=0.0, help="least share of the top token's probability")
+    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end where this text comes up")
     sampling.add_argument("--max-tokens", type=int, default=64, help="new tokens at most (default: 64)")
     sampling.add_argument(
         "--seed",
@@ -126,8 +130,9 @@ def run_generate(args: argparse.Namespace) -> int:
     def params(number: int) -> SamplingParams:
         seed = None if args.seed is None else args.seed + number
         return SamplingParams(
-            temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos, seed=seed
-        )
+            temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, stop=args.stop,
+            max_tokens=args.max_tokens, ignore_eos=args.ignore_eos, seed=seed,
+        )  # fmt: skip
 
     sampling = [params(number) for number in range(len(prompts))]
     ModelConfig.from_dir(args.path)  # as wrong values above: refused before jax is imported

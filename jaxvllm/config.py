@@ -20,6 +20,7 @@ from jaxvllm.architectures import ARCHITECTURES, SUPPORTED_ARCHITECTURES, archit
 from jaxvllm.rope import ConfigError, RopeConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 ATTENTION_BACKENDS = ("auto", "xla", "triton", "mosaic", "reference", "triton_interpret", "mosaic_interpret")
 MAX_SIZE, MAX_LAYERS = 1 << 30, 1 << 12  # above them a config.json is damaged: refused before anything is built
 
@@ -190,6 +191,10 @@ class EngineConfig:
     async_steps: int = 1
     decode_buckets: tuple[int, ...] | None = None
     token_buckets: tuple[int, ...] | None = None
+    enable_processors: bool = True
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
+    generation_config: str = "auto"
     warmup: bool = True
 
     def __post_init__(self) -> None:
@@ -199,11 +204,15 @@ class EngineConfig:
         for name, low in (("num_blocks", 1), ("max_model_len", 2)):  # 2: a prompt token and an output token
             if getattr(self, name) is not None:
                 _check_int(problems, name, getattr(self, name), low)
-        for name in ("enable_prefix_caching", "warmup"):
+        for name in ("enable_prefix_caching", "enable_processors", "warmup"):
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name}={getattr(self, name)!r} must be True or False")
         _check_int(problems, "async_steps", self.async_steps, 0)
         _check_int(problems, "seed", self.seed, 0)
+        _check_int(problems, "max_logprobs", self.max_logprobs, 0)
+        for name, choices in (("logprobs_mode", LOGPROBS_MODES), ("generation_config", ("auto", "none"))):
+            if getattr(self, name) not in choices:
+                problems.append(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}")
         if not _is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
             problems.append(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be above 0 and at most 1")
         if self.dtype is not None and self.dtype not in DTYPE_BYTES:

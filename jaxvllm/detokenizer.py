@@ -11,7 +11,7 @@ Must not know about requests, engines or files.
 """
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -44,15 +44,15 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class TokenBytes:
-    """Bytes of each id of a byte-level vocabulary; b"" for special tokens and for ids beyond the vocabulary.
+    """Bytes of each id of a byte-level vocabulary; those of special tokens are given, ids beyond it have none.
 
     A token with a character outside the alphabet (an added token such as "<a b>") stands for its own UTF-8.
     """
 
-    def __init__(self, tokenizer: "tokenizers.Tokenizer", special_ids: frozenset[int]) -> None:
+    def __init__(self, tokenizer: "tokenizers.Tokenizer", special: Mapping[int, bytes]) -> None:
         self._tokenizer = tokenizer
         self._alphabet = byte_alphabet()
-        self._known = dict.fromkeys(special_ids, b"")
+        self._known = dict(special)
 
     def __getitem__(self, token_id: int) -> bytes:
         known = self._known.get(token_id)
@@ -96,7 +96,7 @@ class WindowDetokenizer:
 
     fallback_ids are the byte tokens (<0x00>..<0xFF>) of a vocabulary with byte fallback, empty without. Its
     decoder reads a whole run of them at once, and one bad byte turns all of the run into replacement
-    characters: a run is held back until another token ends it. Tokens without text (special ones, ids beyond
+    characters: a run is held back until another token ends it. Tokens without text (special_ids, ids beyond
     the vocabulary) end nothing and are left out from the start.
     """
 
@@ -141,7 +141,7 @@ class WindowDetokenizer:
         return token_id not in self._special_ids and self._tokenizer.id_to_token(token_id) is not None
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # skipped ones never get here
 
     def _context(self, prompt: list[int]) -> list[int]:
         """The last few tokens of the prompt, not starting inside a run of byte tokens."""

@@ -8,38 +8,37 @@ host. ``async_steps=0`` is the same code with an immediate commit, and the oracl
 
 from __future__ import annotations
 
-import itertools
-import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
-import numpy as np
-
-from jaxvllm import startup
+from jaxvllm import scoring, startup
+from jaxvllm.bookkeeping import Bookkeeping
 from jaxvllm.config import EngineConfig, ModelConfig
+from jaxvllm.conveniences import Conveniences
 from jaxvllm.core.plan import fill_plan
 from jaxvllm.core.request import Request
 from jaxvllm.core.step import ScheduledStep
-from jaxvllm.inputs import Prompt, parse_params, parse_priorities, parse_prompt, parse_prompts
+from jaxvllm.generation_defaults import default_params
+from jaxvllm.inputs import Prompt, parse_priorities, parse_prompt, parse_prompts
 from jaxvllm.interrupts import deferred_interrupts
 from jaxvllm.outputs import RequestOutput
+from jaxvllm.processing import Processing
 from jaxvllm.progress import Progress
 from jaxvllm.recordable import Recordable
 from jaxvllm.runtime.executor import StepHandle
-from jaxvllm.sampling_params import SamplingParams
+from jaxvllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.tokenizer import Tokenizer
-from jaxvllm.tracked import Tracked
+from jaxvllm.tracked import Completion, Tracked
+from jaxvllm.trainable import Trainable
 
-logger = logging.getLogger(__name__)
 
-
-class Engine(Recordable):
+class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
     """Generates text with a dense Qwen or Llama model on local devices.
 
     model: a directory with a Hugging Face checkpoint, or one made by ``python -m jaxvllm.convert``; a ModelConfig
@@ -59,22 +58,30 @@ class Engine(Recordable):
         one that can't run here gives way to "xla" with a warning.
     async_steps: steps dispatched ahead of the one whose tokens are read; 0 reads each step at once.
     decode_buckets, token_buckets: padded batch sizes and token counts to compile; None takes the default tables.
+    enable_processors: serve everything that SamplingParams can ask for; False only temperature, seeds and stops, which
+        halves what is compiled and saves 8 bytes per row and vocabulary entry.
+    max_logprobs: most probable tokens that a request may ask for. logprobs_mode: "raw_logprobs" (of the model's
+        distribution) or "processed_logprobs" (of the one that was drawn from).
+    generation_config: "auto": where no sampling_params are given, the checkpoint's generation_config.json says what
+        they are; "none": SamplingParams().
     warmup: compile every bucket now; False compiles each at its first use.
     record: write the schedule to this file when the engine is closed (see jaxvllm.recording).
 
     Raises ConfigError, CheckpointError (both ValueErrors) naming field, value, limit and the way out.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | ModelConfig, *, tensor_parallel_size: int = 1,
-                 block_size: int = 64, num_blocks: int | None = None, max_num_seqs: int = 256,
-                 max_num_batched_tokens: int = 8192, max_model_len: int | None = None,
+    def __init__(self, model: str | os.PathLike[str] | ModelConfig | startup.GivenModel, *,
+                 tensor_parallel_size: int = 1, block_size: int = 64, num_blocks: int | None = None,
+                 max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, max_model_len: int | None = None,
                  gpu_memory_utilization: float = 0.9, scheduling_policy: str = "prefill_first",
                  policy: str = "fcfs", long_prefill_token_threshold: int = 0, reserve_full_prompt: bool = True,
                  enable_chunked_prefill: bool = True, share_prefixes: bool = False,
                  enable_prefix_caching: bool = True, dtype: str | None = None, seed: int = 0,
                  attention_backend: str = "auto", async_steps: int = 1,
                  decode_buckets: Sequence[int] | None = None, token_buckets: Sequence[int] | None = None,
-                 warmup: bool = True, record: str | os.PathLike[str] | None = None) -> None:  # fmt: skip
+                 enable_processors: bool = True, max_logprobs: int = 20, logprobs_mode: str = "raw_logprobs",
+                 generation_config: str = "auto", warmup: bool = True,
+                 record: str | os.PathLike[str] | None = None) -> None:  # fmt: skip
         started = time.perf_counter()
         asked = EngineConfig(
             tensor_parallel_size=tensor_parallel_size, block_size=block_size, num_blocks=num_blocks,
@@ -85,25 +92,31 @@ class Engine(Recordable):
             share_prefixes=share_prefixes, enable_prefix_caching=enable_prefix_caching, dtype=dtype, seed=seed,
             attention_backend=attention_backend, async_steps=async_steps,
             decode_buckets=None if decode_buckets is None else tuple(decode_buckets),
-            token_buckets=None if token_buckets is None else tuple(token_buckets), warmup=warmup,
+            token_buckets=None if token_buckets is None else tuple(token_buckets),
+            enable_processors=enable_processors, max_logprobs=max_logprobs, logprobs_mode=logprobs_mode,
+            generation_config=generation_config, warmup=warmup,
         )  # fmt: skip
-        path = None if isinstance(model, ModelConfig) else Path(model)
-        self.model_config = model if isinstance(model, ModelConfig) else ModelConfig.from_dir(model)
+        given = model if isinstance(model, startup.GivenModel) else None
+        path = None if given or isinstance(model, ModelConfig) else Path(cast(str, model))
+        self.model_config = cast(ModelConfig, given.config if given else ModelConfig.from_dir(path) if path else model)
         self.config = asked.resolve(self.model_config)
         rules = startup.scheduling_rules(self.config)
-        self.tokenizer = None if path is None else Tokenizer.from_dir(path)
+        self.tokenizer = given.tokenizer if given else Tokenizer.from_dir(path) if path else None
         self._encode = None if self.tokenizer is None else self.tokenizer.encode
         self._end_tokens = set(self.model_config.eos_token_ids)  # with the tokenizer's own: the union ends a sequence
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self._end_tokens.add(self.tokenizer.eos_token_id)
+        self._default_params = default_params(path if generation_config == "auto" else None)
         self.buckets = startup.bucket_table(self.config)
-        self._executor = startup.make_executor(self.model_config, self.config, self.buckets, path)
+        self._executor = startup.make_executor(self.model_config, self.config, self.buckets, given or path)
         self.config = replace(self.config, num_blocks=self._executor.num_blocks).resolve(self.model_config)
         self._scheduler = startup.make_scheduler(self.config, rules)
+        self._processing = Processing(self._executor, self.config.max_num_seqs)
         self._in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._tracked: dict[str, Tracked] = {}
-        self._changed: dict[str, Tracked] = {}  # online requests with news that step() hasn't returned yet
-        self._num_requests = self._num_online = 0
+        self._changed: dict[str, Tracked] = {}
+        self._completions: dict[str, Completion] = {}
+        self._num_requests = self._num_watched = 0
         self._closed = ""
         self._record_path = record
         if record is not None:
@@ -117,46 +130,38 @@ class Engine(Recordable):
         """Completes every prompt; outputs in the prompts' order.
 
         prompts: a string, strings, a list of token ids, lists of ids, numpy or jax arrays of ids.
-        sampling_params: one for all, or one for each prompt; None takes the defaults.
+        sampling_params: one for all, or one for each prompt; None takes ``get_default_sampling_params()``.
         priority: one for all, or one for each prompt; smaller is more urgent, under policy="priority".
 
         Raises ValueError for a prompt or parameter that can't be served, before anything runs; the engine goes on.
         """
         self._check_open()
         parsed = parse_prompts(prompts, self._encode, self.model_config.vocab_size)
-        params = parse_params(sampling_params, len(parsed), self.model_config.vocab_size)
-        priorities = parse_priorities(priority, len(parsed))
+        return self._generate(parsed, sampling_params, use_tqdm, priority)
+
+    def _generate(self, prompts: Sequence[Prompt], sampling_params: Any, use_tqdm: bool, priority: Any
+                  ) -> list[RequestOutput]:  # fmt: skip
+        wishes = [self._wish(one) for one in self._parse_params(sampling_params, len(prompts))]
+        priorities = parse_priorities(priority, len(prompts))
         mine: list[Tracked] = []
         with self._lock, deferred_interrupts() as interrupts:
             try:
-                for prompt, one, urgency in zip(parsed, params, priorities, strict=True):
-                    mine.append(self._add(prompt, one, urgency, request_id=None, online=False))
+                for prompt, wish, urgency in zip(prompts, wishes, priorities, strict=True):
+                    mine.append(self._add(prompt, wish, urgency, request_id=None, online=False))
                 with Progress(len(mine), self._scheduler.counters, enabled=use_tqdm) as progress:
-                    waiting = {tracked.request.request_id for tracked in mine}
+                    waiting = {completion.request for tracked in mine for completion in tracked.completions}
                     while waiting and self._scheduler.has_unfinished():
                         for request in self._advance():
-                            if request.request_id in waiting:
-                                waiting.discard(request.request_id)
-                                progress.finished_one()
+                            if request in waiting:
+                                waiting.discard(request)
+                                if self._completions[request.request_id].tracked.finished:
+                                    progress.finished_one()
                         progress.show(self._scheduler.counters)
                         interrupts.deliver()
-                return [tracked.output() for tracked in mine]
+                return [tracked.output(RequestOutputKind.CUMULATIVE) for tracked in mine]
             finally:  # an error or an interrupt leaves nothing of this call behind
                 for tracked in mine:
-                    self._scheduler.abort(tracked.request.request_id)
-                    self._tracked.pop(tracked.request.request_id, None)
-
-    def score(self, token_ids: Any) -> np.ndarray:
-        """Teacher-forced log-probabilities of one sequence, through the same forward and paged cache.
-
-        token_ids: n >= 2 ids (list or array) or a string. Returns float32 [n - 1]: element i is
-        log p(token[i + 1] | token[0..i]) of the raw model distribution (temperature 1). Blocks are borrowed from the
-        pool for the call. Raises ValueError when the sequence doesn't fit, with the numbers.
-        """
-        self._check_open()
-        ids = parse_prompt(token_ids, self._encode, self.model_config.vocab_size, "token_ids").token_ids
-        with self._lock, deferred_interrupts() as interrupts:
-            return startup.score(self._executor, self._scheduler, self.buckets, self.config, ids, interrupts.deliver)
+                    self._drop(tracked)
 
     def add_request(self, prompt: Any, sampling_params: SamplingParams | None = None, *,
                     request_id: str | None = None, priority: int = 0) -> str:  # fmt: skip
@@ -170,27 +175,28 @@ class Engine(Recordable):
         if request_id is not None and not isinstance(request_id, str):
             raise ValueError(f"request_id={request_id!r} is a {type(request_id).__name__}; give a string or None")
         parsed = parse_prompt(prompt, self._encode, self.model_config.vocab_size, "prompt")
-        params = parse_params(sampling_params, 1, self.model_config.vocab_size)[0]
+        wish = self._wish(self._parse_params(sampling_params, 1)[0])
         urgency = parse_priorities(priority, 1)[0]
         with self._lock, deferred_interrupts():
-            if request_id is not None and request_id in self._tracked:
+            if request_id is not None and self._in_use(request_id, wish.params.n):
                 raise ValueError(f"request_id={request_id!r} is in use: wait for its end, abort it, or take another id")
-            return self._add(parsed, params, urgency, request_id=request_id, online=True).request.request_id
+            return self._add(parsed, wish, urgency, request_id=request_id, online=True).request_id
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step and returns the requests with new tokens or an end, each with all its tokens so far."""
+        """Runs one step and returns the requests with new tokens or an end, each as its ``output_kind`` says."""
         self._check_open()
         with self._lock, deferred_interrupts() as interrupts:
             if self._scheduler.has_unfinished() or self._in_flight:
                 self._advance()
             interrupts.deliver()  # before the news is handed out: the next step still has it
-            outputs = [tracked.output() for tracked in self._changed.values()]
+            news = [(tracked, tracked.output()) for tracked in self._changed.values() if tracked.has_news]
             if not interrupts:  # else nobody receives them
                 self._changed = {}
-                for output in outputs:
-                    if output.finished and self._tracked.pop(output.request_id, None) is not None:
-                        self._num_online -= 1
-            return outputs
+                for tracked, output in news:
+                    tracked.mark_sent(output)
+                    if output.finished:
+                        self._drop(tracked)
+            return [output for _, output in news]
 
     def abort_request(self, request_id: str) -> None:
         """Ends a request wherever it stands and frees its blocks; ``step`` returns it once more with "abort".
@@ -198,11 +204,18 @@ class Engine(Recordable):
         An unknown or finished id is a no-op.
         """
         with self._lock, deferred_interrupts():
-            if self._scheduler.abort(request_id) is not None and self._tracked[request_id].online:
-                self._changed[request_id] = self._tracked[request_id]
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and not tracked.finished:
+                self._abort(tracked)
+                if tracked.online:
+                    self._changed[request_id] = tracked
 
     def has_unfinished_requests(self) -> bool:
         return self._scheduler.has_unfinished() or bool(self._changed)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without sampling_params get: from generation_config.json, unless generation_config="none"."""
+        return self._default_params
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and the present state: plain numbers, but for ``attention_backend``.
@@ -210,24 +223,6 @@ class Engine(Recordable):
         That is the name of the backend that runs the decode attention ("xla" where "auto" or "triton" gave way).
         """
         return startup.stats(self._scheduler, self._executor, self.start_seconds)
-
-    def reset_prefix_cache(self) -> None:
-        """Forgets what blocks hold (after the weights changed); running requests keep their own blocks."""
-        with self._lock, deferred_interrupts():
-            self._scheduler.reset_prefix_cache()
-
-    def update_weights(self, params: Mapping[str, Any]) -> None:
-        """Replaces the model's weights, between two calls of a training loop; cached prefixes are forgotten.
-
-        params: the tree that the family's forward takes, or {path: array} with the paths and shapes of
-        ``models.registry.param_table(config)`` (the same at any tensor_parallel_size); host or device arrays of
-        any float dtype. They are copied: the caller's arrays stay the caller's. Nothing is compiled again.
-
-        Raises ValueError that lists every parameter that doesn't fit, RuntimeError while requests are unfinished.
-        """
-        self._check_open()
-        with self._lock, deferred_interrupts():
-            startup.update_weights(self._executor, self._scheduler, params)
 
     def close(self) -> None:
         """Gives the device memory back; any later call raises RuntimeError."""
@@ -253,42 +248,48 @@ class Engine(Recordable):
             if step is not None:
                 bucket = self.buckets.pick(step)
                 buffer = fill_plan(step, self._scheduler, self._executor.layout(bucket))
-                self._in_flight.append((step, self._executor.dispatch(bucket, buffer)))
+                knobs = self._processing.knobs(step, self._scheduler.rows, bucket)
+                self._in_flight.append((step, self._executor.dispatch(bucket, buffer, knobs)))
+                if step.first_samples and self._num_watched:
+                    self._read_prompts(step)
             finished: list[Request] = []
             keep = self.config.async_steps if step is not None else 0
             while len(self._in_flight) > keep:
-                step, handle = self._in_flight.popleft()
-                finished += self._commit(step, handle.result()[: len(step.requests)])  # waits
+                finished += self._commit(*self._in_flight.popleft())
             return finished
         except BaseException as error:  # also an exit out of a signal handler: the books may be half written
             self._closed = f"the engine stopped at an earlier error: {error}"
             raise
 
-    def _commit(self, step: ScheduledStep, tokens: np.ndarray) -> list[Request]:
-        finished = self._scheduler.commit(step, tokens)
-        if self._num_online:
-            for request, samples in zip(step.requests, step.samples.tolist(), strict=True):
-                tracked = self._tracked.get(request.request_id)
-                # the id may be another request's by now: this one was aborted, and its token comes too late
-                if samples and tracked is not None and tracked.online and tracked.request is request:
-                    self._changed[request.request_id] = tracked
+    def _commit(self, step: ScheduledStep, handle: StepHandle) -> list[Request]:
+        finished = self._scheduler.commit(step, handle.result()[: len(step.requests)])  # waits
+        if not self._num_watched:
+            return finished
+        numbers = None
+        for i in step.samples.nonzero()[0].tolist():
+            request = step.requests[i]
+            completion = self._completions.get(request.request_id)
+            # the id may be another request's by now: this one was aborted, and its token comes too late
+            if completion is None or completion.request is not request:
+                continue
+            if completion.misses_logprobs:
+                numbers = handle.logprobs_result() if numbers is None else numbers
+                completion.add_logprobs(numbers[0][i], numbers[1][i])
+            if completion.watches_text and (stop := completion.read()) is not None:
+                if request.finish_reason is None:
+                    finished.append(request)
+                self._scheduler.stop(request, stop)
+            if completion.tracked.online:
+                self._changed[completion.tracked.request_id] = completion.tracked
         return finished
 
-    def _add(self, prompt: Prompt, params: SamplingParams, priority: int, *, request_id: str | None,
-             online: bool) -> Tracked:  # fmt: skip
-        if request_id is None:
-            new_ids = (f"request-{number}" for number in itertools.count(self._num_requests))
-            request_id = next(name for name in new_ids if name not in self._tracked)
-        request = Request.create(
-            request_id, self._num_requests, prompt.token_ids, params,
-            model_eos=self._end_tokens, engine_seed=self.config.seed, priority=priority,
-        )  # fmt: skip
-        self._scheduler.add(request)
-        self._num_requests += 1
-        self._num_online += online
-        stream = None if self.tokenizer is None else self.tokenizer.detokenizer(prompt.token_ids.tolist())
-        tracked = self._tracked[request.request_id] = Tracked(request, prompt, online, stream)
-        return tracked
+    def _read_prompts(self, step: ScheduledStep) -> None:
+        """Dispatches prompt_logprobs for those whose prompts are in the cache as of this step."""
+        for i in step.first_samples:
+            completion = self._completions.get(step.requests[i].request_id)
+            if completion is not None and completion.request is step.requests[i] and completion.misses_prompt:
+                parts = scoring.prompt_logprobs(self._executor, self.buckets, self.config, completion.request)
+                completion.tracked.prompt_parts = parts
 
     def _check_open(self) -> None:
         if self._closed:

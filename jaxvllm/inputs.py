@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxvllm.config import EngineConfig
 from jaxvllm.sampling_params import SamplingParams
 
 
@@ -82,28 +83,42 @@ def _check_ids(ids: np.ndarray, vocab_size: int, name: str) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def parse_params(params: Any, count: int, vocab_size: int) -> list[SamplingParams]:
-    """One SamplingParams for all prompts, one each, or None for the defaults."""
-    if params is None:
-        params = SamplingParams()
+def parse_params(params: Any, count: int, default: SamplingParams, vocab_size: int, engine: EngineConfig
+                 ) -> list[SamplingParams]:  # fmt: skip
+    """One SamplingParams for all prompts, one each, or None for ``default``; each can be served."""
+    params = default if params is None else params
     if isinstance(params, SamplingParams):
-        _check_stop_ids(params, vocab_size, "sampling_params")
+        _check_params(params, vocab_size, engine, "sampling_params")
         return [params] * count
     if not isinstance(params, Sequence) or isinstance(params, str | bytes):
         raise ValueError(f"sampling_params is a {type(params).__name__}; give a SamplingParams or a list of them")
     for i, one in enumerate(params):
         if not isinstance(one, SamplingParams):
             raise ValueError(f"sampling_params[{i}] is a {type(one).__name__}, not a SamplingParams")
-        _check_stop_ids(one, vocab_size, f"sampling_params[{i}]")
+        _check_params(one, vocab_size, engine, f"sampling_params[{i}]")
     if len(params) != count:
         raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one, or one for each")
     return list(params)
 
 
-def _check_stop_ids(params: SamplingParams, vocab_size: int, name: str) -> None:
-    bad = [token for token in params.stop_token_ids if token >= vocab_size]
-    if bad:
-        raise ValueError(f"{name}: stop_token_ids {bad} are no token ids: ids go from 0 to {vocab_size - 1}")
+def _check_params(params: SamplingParams, vocab_size: int, engine: EngineConfig, name: str) -> None:
+    """What a SamplingParams can't check by itself: the model's ids and the engine's limits."""
+    for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        bad = [token for token in getattr(params, field) or () if token >= vocab_size]
+        if bad:
+            raise ValueError(f"{name}: {field} {bad} are no token ids: ids go from 0 to {vocab_size - 1}")
+    for field in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, field)
+        if wanted is not None and wanted > engine.max_logprobs:
+            raise ValueError(
+                f"{name}: {field}={wanted} is above the engine's max_logprobs={engine.max_logprobs}: ask for fewer, or "
+                "make the Engine with a larger max_logprobs"
+            )
+    if params.needs_processors and not engine.enable_processors:
+        raise ValueError(
+            f"{name} asks for more than temperature and stops, but the engine was made with enable_processors=False: "
+            "leave that out (where none were given, generation_config='none' in the Engine does)"
+        )
 
 
 def parse_priorities(priority: Any, count: int) -> list[int]:

@@ -58,6 +58,7 @@ def what_fits(config: ModelConfig, engine: EngineConfig, device_bytes: int | Non
     """Bytes on each device, and the KV blocks that they leave room for: blocks, tokens, sequences of max_model_len."""
     from jaxvllm.models.params import per_device_size
     from jaxvllm.runtime.memory import blocks_that_fit, device_budget, host_blocks, transient_estimate
+    from jaxvllm.runtime.processors import processor_bytes
     from jaxvllm.runtime.state import kv_block_bytes
 
     tp, size = engine.tensor_parallel_size, engine.block_size
@@ -65,6 +66,7 @@ def what_fits(config: ModelConfig, engine: EngineConfig, device_bytes: int | Non
     weights = per_device_size(param_table(config, tp=tp), tp) * DTYPE_BYTES[engine.dtype]
     block, per_sequence = kv_block_bytes(config, engine, tp), -(-engine.max_model_len // size)
     transient = transient_estimate(config, engine)
+    processors = engine.enable_processors * processor_bytes(engine.max_num_seqs, config.vocab_size, tp)
     if device_bytes is not None:
         device, budget = f"{device_bytes / 1e9:g} GB (asked)", int(device_bytes * engine.gpu_memory_utilization)
     else:
@@ -74,12 +76,17 @@ def what_fits(config: ModelConfig, engine: EngineConfig, device_bytes: int | Non
         found = jax.local_devices()[0]
         device, stats = found.device_kind, found.memory_stats()
         budget = device_budget(engine, stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
-    blocks = host_blocks(engine, block) if budget is None else blocks_that_fit(budget, weights, transient, block)
+    blocks = (
+        host_blocks(engine, block)
+        if budget is None
+        else blocks_that_fit(budget, weights + processors, transient, block)
+    )
     return {
         "device": device,
         "tensor_parallel_size": tp,
         "budget_bytes": budget,
         "weight_bytes": weights,
+        "processor_bytes": processors,
         "step_bytes": transient,
         "block_bytes": block,
         "block_size": size,
@@ -117,8 +124,8 @@ def _fits_text(fits: dict[str, Any]) -> list[str]:
     room = "a pool of at most 1 GiB on the host" if budget is None else f"{_size(budget)} for the engine"
     lines = [
         f"{'device':<28}{devices}{fits['device']}: {room}",
-        f"{'on each device':<28}weights {_size(fits['weight_bytes'])}, a step about {_size(fits['step_bytes'])}, "
-        f"a block {_size(fits['block_bytes'])}",
+        f"{'on each device':<28}weights {_size(fits['weight_bytes'])}, processors {_size(fits['processor_bytes'])}, "
+        f"a step about {_size(fits['step_bytes'])}, a block {_size(fits['block_bytes'])}",
     ]
     if fits["blocks"] <= 0:
         return [*lines, f"{'fits':<28}no: use a larger --tensor-parallel-size or a smaller model"]

@@ -1,4 +1,4 @@
-"""What a request gives back: `RequestOutput`, `CompletionOutput`, `RequestMetrics`, shaped as vLLM's.
+"""What a request gives back: `RequestOutput`, `CompletionOutput`, `Logprob`, `RequestMetrics`, shaped as vLLM's.
 
 Plain data for callers. Must not know how the tokens came about; no jax, no tokenizer.
 """
@@ -7,14 +7,32 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class CompletionOutput:
-    """One completion of a request.
+class Logprob:
+    """logprob: natural logarithm of the probability. rank: 1 for the most probable token; equals count as before it.
 
-    index: number of the completion within its request (0 for now: one completion a request).
-    text: the decoded tokens; "" when the engine has no tokenizer.
+    decoded_token: its text; None when the engine has no tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+Logprobs = dict[int, Logprob]
+"""By token id: the chosen token's first, then those of the most probable ones, falling."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a request: everything so far, or under RequestOutputKind.DELTA what is new.
+
+    index: number of the completion within its request, below SamplingParams.n.
+    text: the decoded tokens, without what a later token may change; "" when the engine has no tokenizer.
     token_ids: generated ids, the one that ended the request included.
-    finish_reason: None while it runs, then "stop" (end token or stop_token_ids), "length" or "abort".
-    stop_reason: the id out of stop_token_ids that ended it; None for the model's own end tokens and limits.
+    finish_reason: None while it runs, then "stop" (end token, stop_token_ids or stop string), "length" or "abort".
+    stop_reason: the id out of stop_token_ids or the stop string that ended it; None for the model's own end tokens and
+        for limits.
+    logprobs: of each token, if they were asked for. cumulative_logprob: the sum over all its tokens so far.
     """
 
     index: int
@@ -22,6 +40,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    logprobs: list[Logprobs] | None = None
+    cumulative_logprob: float | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -68,10 +88,11 @@ class RequestOutput:
     request_id: the caller's name for it, or the engine's.
     prompt: the text that was given; None for a prompt of ids.
     prompt_token_ids: what the model read.
-    outputs: its completions, at least one.
-    finished: no more tokens will come.
+    outputs: its completions, SamplingParams.n of them.
+    finished: no more tokens will come, to any of them.
     num_cached_tokens: prompt tokens that the prefix cache held at the first admission; None before it.
-    metrics: when it arrived, was admitted, had its first token and its end; preemptions.
+    metrics: when it arrived, was admitted, had its first token and its end; preemptions. Of the first completion.
+    prompt_logprobs: of each prompt token, if they were asked for and are there yet; None for the first.
     """
 
     request_id: str
@@ -81,6 +102,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int | None = None
     metrics: RequestMetrics | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
 
     @property
     def text(self) -> str:

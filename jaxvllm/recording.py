@@ -110,6 +110,8 @@ class Recorder:
             "end_token_ids": sorted(request.eos_token_ids),
             "priority": request.priority,
         }
+        if request.has_siblings:
+            wish["has_siblings"] = True
         self._wishes.append(wish)
 
     def schedule(self) -> ScheduledStep | None:
@@ -133,6 +135,12 @@ class Recorder:
         if request is not None:
             self._events.append([len(self._steps), "abort", self._number(request)])
         return request
+
+    def stop(self, request: Request, stop_reason: str) -> None:
+        """Scheduler.stop, noted as an abort: in a recording there is no text."""
+        if request.finish_reason is None:
+            self._events.append([len(self._steps), "abort", self._number(request)])
+        self.scheduler.stop(request, stop_reason)
 
     def reset_prefix_cache(self) -> None:
         """Scheduler.reset_prefix_cache, noted."""

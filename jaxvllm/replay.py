@@ -173,8 +173,9 @@ def _request(number: int, wish: dict[str, Any], config: dict[str, Any]) -> Reque
     ends = wish["end_token_ids"] if "end_token_ids" in wish else [] if wish["ignore_eos"] else [config["eos"]]
     params = SamplingParams(max_tokens=wish["max_tokens"])
     return Request.create(
-        str(number), number, wish["prompt"], params, model_eos=ends, engine_seed=0, priority=wish.get("priority", 0)
-    )
+        str(number), number, wish["prompt"], params, model_eos=ends, engine_seed=0, priority=wish.get("priority", 0),
+        has_siblings=wish.get("has_siblings", False),
+    )  # fmt: skip
 
 
 def stub_tokens(step: ScheduledStep) -> np.ndarray:

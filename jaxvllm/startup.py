@@ -1,4 +1,4 @@
-"""What the engine does once or rarely: buckets, loading, memory, compilation, and scoring one sequence.
+"""What the engine does once: buckets, loading, memory, compilation.
 
 Part of the engine's room (it may import every other one), apart from the loop so that the loop reads in one sitting.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+from jax.sharding import Mesh
 
 from jaxvllm import config as configuration
 from jaxvllm.config import ConfigError, EngineConfig, ModelConfig
@@ -27,9 +27,21 @@ from jaxvllm.models.registry import param_table
 from jaxvllm.runtime.executor import Executor
 from jaxvllm.runtime.memory import choose_num_blocks
 from jaxvllm.runtime.mesh import make_mesh
-from jaxvllm.runtime.weights import make_place, place_params, random_params
+from jaxvllm.runtime.weights import make_place, random_params
+from jaxvllm.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class GivenModel:
+    """A model that is in memory already: ``Engine.from_params``' arguments."""
+
+    config: ModelConfig
+    params: Mapping[str, Any]
+    tokenizer: Tokenizer | None
+    mesh: Mesh
+    donate: bool
 
 
 def bucket_table(engine: EngineConfig) -> BucketTable:
@@ -74,10 +86,12 @@ def make_scheduler(engine: EngineConfig, rules: Rules) -> Scheduler:
     )  # fmt: skip
 
 
-def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable, path: Path | None) -> Executor:
-    """Loads the model onto the mesh, sizes the pool, allocates it and compiles every bucket."""
+def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable, source: Path | GivenModel | None
+                  ) -> Executor:  # fmt: skip
+    """Puts the model onto the mesh (None: random weights), sizes the pool, allocates it and compiles every bucket."""
     prepare_backend(engine)
-    mesh = make_mesh(engine.tensor_parallel_size)
+    given = source if isinstance(source, GivenModel) else None
+    mesh = make_mesh(engine.tensor_parallel_size) if given is None else given.mesh
     table = param_table(model, tp=mesh.size)
     device = mesh.devices.flat[0]
     assert engine.dtype is not None and engine.max_model_len is not None
@@ -92,16 +106,20 @@ def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable
     table_width = -(-engine.max_model_len // engine.block_size)
     executor = Executor(model, engine, mesh, table, backends, table_width)
     started = time.perf_counter()
-    executor.params = tables.nest(load(path, table, mesh, engine))
+    if isinstance(source, GivenModel):
+        placed = executor.placer.place(source.params, donate=source.donate)
+    else:
+        placed = load(source, table, mesh, engine)
+    executor.params = tables.nest(placed)
     jax.block_until_ready(executor.params)
     logger.info("weights: %.2f GB in %.1f s", tables.param_bytes(table, configuration.DTYPE_BYTES[engine.dtype]) / 1e9,
                 time.perf_counter() - started)  # fmt: skip
     num_blocks = engine.num_blocks or choose_num_blocks(executor, buckets.all)
     if engine.warmup:
-        logger.info("compiling %d buckets", len(buckets.all))
+        logger.info("compiling %d steps", len(buckets.all) * len(executor.variants))
     executor.start(num_blocks, buckets.all if engine.warmup else ())
     if engine.warmup:
-        logger.info("compiled %d buckets in %.1f s", executor.num_compiles, executor.compile_seconds)
+        logger.info("compiled %d steps in %.1f s", executor.num_compiles, executor.compile_seconds)
     return executor
 
 
@@ -114,21 +132,6 @@ def load(path: Path | None, table: tables.Table, mesh: Any, engine: EngineConfig
 
     on_host = mesh.devices.flat[0].platform == "cpu"  # its arrays may alias what was read
     return load_shards(path, table, dtype=engine.dtype, place=make_place(mesh), keeps=on_host)
-
-
-def update_weights(executor: Executor, scheduler: Scheduler, params: Mapping[str, Any]) -> None:
-    """``Engine.update_weights``: checked and placed as a whole before the old weights go."""
-    if scheduler.has_unfinished():
-        raise RuntimeError(
-            f"{scheduler.num_waiting + scheduler.num_running} requests are unfinished and hold cache entries of the "
-            "old weights: let them end or abort them before update_weights"
-        )
-    canonical = param_table(executor.model)
-    table = param_table(executor.model, tp=executor.mesh.size)
-    assert executor.engine.dtype is not None
-    placed = place_params(params, canonical, table, executor.mesh, executor.engine.dtype)
-    executor.params = tables.nest(placed)
-    scheduler.reset_prefix_cache()
 
 
 def stats(scheduler: Scheduler, executor: Executor, start_seconds: float) -> dict[str, Any]:
@@ -154,50 +157,3 @@ def prepare_backend(engine: EngineConfig) -> None:
     if cache is not None and jax.config.jax_compilation_cache_dir is None and jax.default_backend() != "cpu":
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def score(executor: Executor, scheduler: Scheduler, buckets: BucketTable, engine: EngineConfig,
-          ids: np.ndarray, between_chunks: Callable[[], None]) -> np.ndarray:  # fmt: skip
-    """``Engine.score``: ids int32 [n] in chunks of the token budget over borrowed blocks; float32 [n - 1]."""
-    assert engine.max_model_len is not None
-    if not 2 <= ids.size <= engine.max_model_len:
-        raise ValueError(
-            f"token_ids has {ids.size} ids; scoring takes 2 to max_model_len={engine.max_model_len}: "
-            "split the text, or raise max_model_len"
-        )
-    size = engine.block_size
-    inputs = ids[:-1]  # the last id is only a target: it needs no slot
-    needed = -(-inputs.size // size)
-    if needed > scheduler.pool.num_free:
-        raise ValueError(
-            f"scoring {ids.size} ids needs {needed} free blocks, but {scheduler.pool.num_free} are free: "
-            "let running requests finish, or raise num_blocks"
-        )
-    blocks = scheduler.pool.take(needed)
-    try:
-        table = np.asarray(blocks, np.int32)
-        parts = []
-        for start in range(0, inputs.size, engine.max_num_batched_tokens):
-            chunk = inputs[start : start + engine.max_num_batched_tokens]
-            bucket = buckets.fit("ragged", chunk.size)
-            layout = executor.layout(bucket)
-            buffer = layout.empty()
-            plan = layout.views(buffer)
-            positions = np.arange(start, start + chunk.size, dtype=np.int32)
-            plan.token_ids[: chunk.size] = chunk
-            plan.positions[: chunk.size] = positions
-            plan.slot_mapping[: chunk.size] = table[positions // size] * size + positions % size
-            plan.context_lens[0] = start + chunk.size
-            plan.block_tables[0, : table.size] = table
-            assert plan.query_start is not None and plan.tile_seq is not None and plan.tile_start is not None
-            plan.query_start[1:] = chunk.size
-            tiles = np.arange(0, chunk.size, layout.query_tile, dtype=np.int32)
-            plan.tile_seq[: tiles.size] = 0
-            plan.tile_start[: tiles.size] = tiles
-            targets = np.zeros(bucket.num_tokens, np.int32)
-            targets[: chunk.size] = ids[start + 1 : start + 1 + chunk.size]
-            parts.append(executor.score(bucket, buffer, targets)[: chunk.size])
-            between_chunks()
-        return np.concatenate(parts)
-    finally:
-        scheduler.pool.release(blocks)

@@ -44,7 +44,8 @@ class Tokenizer:
         self._automatic = backend.encode("", add_special_tokens=True).ids
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._token_bytes = TokenBytes(backend, self._special_ids)
+        self._token_bytes = TokenBytes(backend, dict.fromkeys(self._special_ids, b""))
+        self._all_bytes = TokenBytes(backend, {i: added[i].content.encode() for i in self._special_ids})
         self._decoders = _decoder_types(backend)
 
     @classmethod
@@ -87,19 +88,25 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [self._without_doubled_start(encoding.ids) for encoding in encodings]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids, without special tokens; ids beyond the vocabulary have no text."""
-        return self._backend.decode([int(token_id) for token_id in token_ids], skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids, without special tokens or with; ids beyond the vocabulary have no text."""
+        ids = [int(token_id) for token_id in token_ids]
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone, special ones included; part of a character is shown as U+FFFD."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
         """An incremental decoder for one request's output."""
         if self._decoders == ("ByteLevel",):
-            return ByteDetokenizer(self._token_bytes, prompt_token_ids)
+            return ByteDetokenizer(self._token_bytes if skip_special_tokens else self._all_bytes, prompt_token_ids)
         fallback_ids: frozenset[int] = frozenset()
         if "ByteFallback" in self._decoders:
             ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
             fallback_ids = frozenset(i for i in ids if i is not None)
-        return WindowDetokenizer(self._backend, self._special_ids, fallback_ids, prompt_token_ids)
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        return WindowDetokenizer(self._backend, skipped, fallback_ids, prompt_token_ids)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any

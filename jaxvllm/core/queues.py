@@ -110,7 +110,7 @@ class Queues:
         Each wait is for a longer prefix than the last one, and ends with its writer's prompt, or with the writer. So a
         request can't wait forever.
         """
-        if not self.rules.share_prefixes:
+        if not (self.rules.share_prefixes or request.has_siblings):
             return False
         end = self.pool.expected_end(request.known_tokens(), request.block_hashes, len(cached))
         if end <= max(len(cached), request.num_awaited):
@@ -208,11 +208,30 @@ class Queues:
         self.preempted_now.append(request)
         self.counters.preemptions += 1
 
-    def end(self, request: Request, reason: str, stop_reason: int | None = None) -> None:
+    def restart(self, request: Request) -> None:
+        """Back to wait as if it had just been added: outputs, blocks and row are gone. No step may be in flight."""
+        if request.status is RequestStatus.RUNNING:
+            self.preempt(request)
+        elif request.row >= 0:  # between two chunks
+            self._release(request)
+        request.detached_output = request.detached_output[:0]
+        request.num_lost = request.num_awaited = 0
+        request.awaited, request.first_token_time = None, 0.0
+        del request.block_hashes[request.num_prompt // self.block_size :]
+
+    def stop(self, request: Request, stop_reason: str) -> None:
+        """End a request whose text has come to the stop string `stop_reason`, also if that token was its last."""
+        if request.status is RequestStatus.FINISHED:
+            request.finish_reason, request.stop_reason = "stop", stop_reason
+        else:
+            self.end(request, "stop", stop_reason)
+            self.counters.finished_requests += 1
+
+    def end(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Finish a request that waits or runs; its blocks and its row, if it has any, are free again."""
         self.end_all([(request, reason, stop_reason)])
 
-    def end_all(self, ended: list[tuple[Request, str, int | None]]) -> None:
+    def end_all(self, ended: Sequence[tuple[Request, str, int | str | None]]) -> None:
         """Finish several requests, each with its finish_reason and stop_reason; blocks come back in this order."""
         if not ended:
             return
@@ -248,7 +267,7 @@ class Queues:
         """Tell the pool about the full blocks of known tokens that `request`, just admitted, is going to write."""
         if self.pool.publish_when == "at_allocation":
             self._publish(request, start, end)
-        elif self.rules.share_prefixes:
+        elif self.rules.share_prefixes or request.has_siblings:
             first, last = start // self.block_size, request.num_known // self.block_size
             self.pool.expect(request.arrival, first, last, request.known_tokens(), request.block_hashes)
 

@@ -64,6 +64,9 @@ class Request:
     eos_token_ids: frozenset[int]  # any of these ends the request
     user_stop_ids: frozenset[int] = frozenset()  # those of them that only the user asked for
     priority: int = 0  # smaller is more urgent; only policy="priority" looks at it
+    min_tokens_masks: frozenset[int] = frozenset()  # what min_tokens keeps from being sampled: every end token
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not come up in the output
+    has_siblings: bool = False  # others have the same prompt: it waits for their blocks instead of computing them
 
     # Seconds of time.perf_counter(); 0: not yet.
     arrival_time: float = 0.0
@@ -74,7 +77,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     row: int = -1  # index on the device, -1: none
     finish_reason: str | None = None  # None | "stop" | "length" | "abort"
-    stop_reason: int | None = None  # the user's stop token that ended it; None for an end token or a limit
+    stop_reason: int | str | None = None  # the user's stop token or text that ended it; else None
     arrival: int = -1  # number among all requests that were added; set by Scheduler.add
     token_limit: int = 0  # it ends when it has this many tokens, prompt included; set by Scheduler.add
     num_cached_tokens: int = 0  # found in the prefix cache at its last admission
@@ -106,17 +109,21 @@ class Request:
         model_eos: Iterable[int],
         engine_seed: int,
         priority: int = 0,
+        bad_words: Iterable[tuple[int, ...]] = (),
+        has_siblings: bool = False,
     ) -> Request:
         """A request for `prompt`: a list, tuple or one-dimensional integer array of token ids.
 
         `model_eos` end it unless `params.ignore_eos`; `params.stop_token_ids` end it in any case. Its seed
-        is `params.seed`, or `mix_seed(engine_seed, index)`. ValueError if the prompt is empty, is not
-        one-dimensional or holds anything but ids in [0, 2**31), or if `priority` is no integer.
+        is `params.seed`, or `mix_seed(engine_seed, index)`. `bad_words` are those of `params` as token ids.
+        ValueError if the prompt is empty, is not one-dimensional or holds anything but ids in [0, 2**31), or if
+        `priority` is no integer.
         """
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ValueError(f"priority={priority!r} of request {request_id!r} must be a whole number")
-        eos = frozenset() if params.ignore_eos else frozenset(int(token) for token in model_eos)
-        stops = frozenset(int(token) for token in params.stop_token_ids)
+        model_ends = frozenset(int(token) for token in model_eos)
+        eos = frozenset() if params.ignore_eos else model_ends
+        stops = frozenset(params.stop_token_ids or ())
         seed = mix_seed(engine_seed, index) if params.seed is None else int(params.seed) & _MASK64
         tokens = _prompt_array(request_id, prompt)
         return cls(
@@ -128,6 +135,9 @@ class Request:
             eos_token_ids=eos | stops,
             user_stop_ids=stops - eos,
             priority=priority,
+            min_tokens_masks=model_ends | stops,
+            bad_words=tuple(bad_words),
+            has_siblings=has_siblings,
             arrival_time=time.perf_counter(),
         )
 

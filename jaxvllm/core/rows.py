@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxvllm.core.knobs import knobs_of, neutral_knobs
 from jaxvllm.core.request import Request
 
 
@@ -22,6 +23,7 @@ class Rows:
     num_blocks, block_tables              int32[R], int32[R, W]; entries past num_blocks are 0
     tokens                                int32[R, M], the known ids; anything past num_known is stale
     temperature, seed                     float32[R], uint64[R]
+    knobs, processed                      int32[R, K] of `knobs`, bool[R]: whether it needs processors
     decoding                              bool[R], a step has sampled for it in this row: its next input is the
                                           row's last token on the device
     epoch                                 int32[R], grows when the row is given back: a step remembers it, so
@@ -35,10 +37,12 @@ class Rows:
         "decoding",
         "epoch",
         "growable",
+        "knobs",
         "num_blocks",
         "num_computed",
         "num_known",
         "num_tokens",
+        "processed",
         "request",
         "seed",
         "temperature",
@@ -59,6 +63,8 @@ class Rows:
         self.tokens = np.zeros((num_rows, max_tokens), np.int32)
         self.temperature = np.zeros(num_rows, np.float32)
         self.seed = np.zeros(num_rows, "<u8")  # so that its words are low, high on any machine
+        self.knobs = neutral_knobs(num_rows)
+        self.processed = np.zeros(num_rows, bool)
         self.decoding = np.zeros(num_rows, bool)
         self.epoch = np.zeros(num_rows, np.int32)
         self.request = np.full(num_rows, None, object)
@@ -89,6 +95,8 @@ class Rows:
         self.tokens[row, : len(known)] = known
         self.temperature[row] = request.params.temperature
         self.seed[row] = request.seed
+        self.knobs[row] = knobs_of(request)
+        self.processed[row] = request.params.needs_processors
         self.decoding[row] = False
         self.request[row] = request
         request.rows, request.row = self, row

@@ -279,7 +279,7 @@ class Scheduler(Queues):
 
     def _finish(self, step: ScheduledStep, tokens: np.ndarray, look_at: list[int]) -> list[Request]:
         """End those of the step's requests number `look_at` whose new token is their last one."""
-        ended: list[tuple[Request, str, int | None]] = []
+        ended: list[tuple[Request, str, int | str | None]] = []
         for i in look_at:
             request, token = step.requests[i], int(tokens[i])
             if request.status is RequestStatus.FINISHED:

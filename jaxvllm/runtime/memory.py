@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxvllm.config import DTYPE_BYTES, ConfigError, EngineConfig, ModelConfig, backend_memory_fraction
 from jaxvllm.core.buckets import Bucket
 from jaxvllm.runtime.executor import Executor, compile_in_threads
+from jaxvllm.runtime.processors import processor_bytes
 from jaxvllm.runtime.state import kv_block_bytes
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ def choose_num_blocks(executor: Executor, buckets: Sequence[Bucket]) -> int:
         return host_blocks(engine, block_bytes)
     budget = device_budget(engine, stats["bytes_limit"])
     used = max(device_bytes_in_use(mesh))
+    # allocated after compilation, like the cache
+    used += engine.enable_processors * processor_bytes(engine.max_num_seqs, model.vocab_size, mesh.size)
     transient = max(transient_bytes(executor, buckets), tuning_bytes(executor))
     blocks = blocks_that_fit(budget, used, transient, block_bytes)
     logger.info(
@@ -65,13 +68,13 @@ def transient_estimate(model: ModelConfig, engine: EngineConfig) -> int:
     """About what a step needs besides weights and cache, without compiling it (``transient_bytes`` measures).
 
     The larger of a full prompt step (residual stream, projections, gate_up and its product of every token) and the
-    sampler's float32 logits with their noise.
+    sampler's float32 logits with their noise, and with processors their keys and weights.
     """
     assert engine.dtype is not None
     itemsize, tp = DTYPE_BYTES[engine.dtype], engine.tensor_parallel_size
     heads = model.num_attention_heads + 2 * model.num_key_value_heads
     per_token = 4 * model.hidden_size + (2 * heads * model.head_dim + 3 * model.intermediate_size) // tp
-    logits = 4 * 3 * engine.max_num_seqs * -(-model.vocab_size // tp)
+    logits = 4 * (6 if engine.enable_processors else 3) * engine.max_num_seqs * -(-model.vocab_size // tp)
     return max(engine.max_num_batched_tokens * per_token * itemsize, logits)
 
 
@@ -106,10 +109,11 @@ def tuning_bytes(executor: Executor) -> int:
 
 
 def transient_bytes(executor: Executor, buckets: Sequence[Bucket]) -> int:
-    """The largest temporary memory of any step: XLA's figure for the biggest bucket of each kind."""
+    """The largest temporary memory of any step: XLA's figure for the biggest bucket of each kind and variant."""
     largest = {bucket.kind: bucket for bucket in sorted(buckets, key=lambda b: b.num_tokens)}
     small_pool = 16
-    compiled = compile_in_threads(lambda b: executor.compile_step(b, small_pool), list(largest.values()))
+    variants = [(bucket, processed) for bucket in largest.values() for processed in executor.variants]
+    compiled = compile_in_threads(lambda variant: executor.compile_step(variant, small_pool), variants)
     peaks = []
     for step in compiled.values():
         analysis = step.memory_analysis()

@@ -62,8 +62,11 @@ def state_shapes(model: ModelConfig, engine: EngineConfig, mesh: Mesh, num_block
     return DeviceState(cache=KVCache(kv=kv), last_tokens=last)  # type: ignore[arg-type]
 
 
-def allocate_state(shapes: DeviceState) -> DeviceState:
-    """Zeros of those shapes. Never uninitialised: an unused slot may be read under a mask, and 0 * NaN is NaN."""
+def allocate_state[State](shapes: State) -> State:
+    """Zeros of those shapes, a tree of ShapeDtypeStructs.
+
+    Never uninitialised: an unused slot may be read under a mask, and 0 * NaN is NaN.
+    """
 
     def zeros(leaf: Any) -> jax.Array:
         make = jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxvllm.models.params import Index, ParamInfo, Table, flatten
+from jaxvllm.runtime.fuse import logical_shapes, make_fuse, problems_with, unchanged
 from jaxvllm.runtime.mesh import sharding
 
 
@@ -57,32 +58,77 @@ def _init(
     return jax.lax.with_sharding_constraint(values, target)
 
 
-def place_params(params: Mapping[str, Any], canonical: Table, table: Table, mesh: Mesh, dtype: str
-                 ) -> dict[str, jax.Array]:  # fmt: skip
-    """A trainer's parameters, checked, cast and put on the mesh; its own arrays are copied, never aliased.
+class ParamPlacer:
+    """A trainer's parameters, checked, cast and put on the mesh as a table wants them.
 
-    params: the tree that a forward takes (``params.nest``) or the same as {path: array}, in the canonical form
-    (``param_table(config)``) whatever the mesh; host or device arrays. Raises ValueError that lists every missing,
-    unknown and mis-shaped parameter.
+    canonical: the model's table for one device, table: the mesh's. Compiles once for each kind of input that it gets.
     """
-    flat = flatten(params) if "layers" in params else dict(params)
-    problems = [f"{path} is missing" for path in canonical if path not in flat]
-    problems += [f"{path} is unknown" for path in flat if path not in canonical]
-    problems += [
-        f"{path} has shape {tuple(np.shape(flat[path]))}, not {info.shape}"
-        for path, info in canonical.items()
-        if path in flat and tuple(np.shape(flat[path])) != info.shape
-    ]
+
+    def __init__(self, canonical: Table, table: Table, mesh: Mesh, dtype: str) -> None:
+        self._canonical, self._table, self._mesh, self._dtype = canonical, table, mesh, dtype
+        self._logical = logical_shapes(canonical)
+        self._unchanged = unchanged(table)
+        self._fuse = make_fuse(table, mesh, dtype)
+
+    def place(self, params: Mapping[str, Any], *, donate: bool) -> dict[str, jax.Array]:
+        """{path: array} of the table, none of them aliasing the caller's arrays.
+
+        params, host or device arrays of any float dtype, as one of
+          - the unfused logical tree: {Hugging Face name: array}, or nested dicts of its parts;
+          - the tree that a forward takes (``params.nest``), or the same as {path: array}, in the canonical form
+            (``param_table(config)``) whatever the mesh.
+        donate: the first form's device arrays are used up. Raises ValueError that lists every missing, unknown and
+        mis-shaped parameter.
+        """
+        flat = _joined(params)
+        if any(name in self._logical for name in flat):
+            _raise_problems(problems_with(flat, self._logical))
+            return self._place_logical(flat, donate)
+        flat = flatten(params) if "layers" in params else dict(params)
+        _raise_problems(problems_with(flat, {path: info.shape for path, info in self._canonical.items()}))
+        return {path: self._place_one(flat[path], path) for path in self._table}
+
+    def _place_logical(self, flat: Mapping[str, Any], donate: bool) -> dict[str, jax.Array]:
+        values = {name: self._on_mesh(flat[name]) for name in self._logical}
+        given = {
+            name: value
+            for name, value in values.items()
+            if donate and name in self._unchanged and isinstance(value, jax.Array) and value.dtype == self._dtype
+        }
+        placed = self._fuse(given, {name: value for name, value in values.items() if name not in given})
+        for value in flat.values():
+            if donate and isinstance(value, jax.Array) and not value.is_deleted():
+                value.delete()  # its memory is free once it has been read
+        return placed
+
+    def _on_mesh(self, value: Any) -> Any:
+        """A device array of other devices is moved first: one jitted call wants all on the same."""
+        here = set(self._mesh.devices.flat)
+        if isinstance(value, jax.Array) and value.sharding.device_set != here:
+            return jax.device_put(value, sharding(self._mesh))
+        return value
+
+    def _place_one(self, value: Any, path: str) -> jax.Array:
+        info, dtype, target = self._table[path], self._dtype, sharding(self._mesh, self._table[path].axes)
+        if info.shape == self._canonical[path].shape:
+            cast = jnp.asarray(value, dtype) if isinstance(value, jax.Array) else np.asarray(value).astype(dtype)
+            return jax.device_put(cast, target, may_alias=False)
+        host = np.asarray(value).astype(dtype)  # heads replicated or vocabulary padded for this mesh
+        whole = info.assemble({s.name: s.take(host) for s in self._canonical[path].sources})
+        return jax.device_put(whole, target)
+
+
+def _joined(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts -> {"a.b.c": leaf}."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{rest}": leaf for rest, leaf in _joined(value).items()}
+        else:
+            flat[str(name)] = value
+    return flat
+
+
+def _raise_problems(problems: list[str]) -> None:
     if problems:
         raise ValueError(f"these weights don't fit the model: {'; '.join(problems)}")
-    placed = {}
-    for path, info in table.items():
-        value = flat[path]
-        if info.shape == canonical[path].shape:
-            cast = jnp.asarray(value, dtype) if isinstance(value, jax.Array) else np.asarray(value).astype(dtype)
-            placed[path] = jax.device_put(cast, sharding(mesh, info.axes), may_alias=False)
-        else:  # heads replicated or vocabulary padded for this mesh
-            host = np.asarray(value).astype(dtype)
-            whole = info.assemble({s.name: s.take(host) for s in canonical[path].sources})
-            placed[path] = jax.device_put(whole, sharding(mesh, info.axes))
-    return placed

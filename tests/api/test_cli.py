@@ -123,7 +123,8 @@ def test_inspect_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert fits["budget_bytes"] == 90_000_000
     assert fits["weight_bytes"] == 187_712 * 4
     assert fits["block_bytes"] == 2 * 3 * 2 * 16 * 32 * 4
-    free = 90_000_000 - fits["weight_bytes"] - fits["step_bytes"] - 900_000
+    assert fits["processor_bytes"] == 4 * 256 * (2 * 331 + 15 + 128 * 16)  # counts, bias, recent tokens, bad words
+    free = 90_000_000 - fits["weight_bytes"] - fits["processor_bytes"] - fits["step_bytes"] - 900_000
     step = 90_000_000 // 128 // fits["block_bytes"]
     assert fits["blocks"] == free // fits["block_bytes"] // step * step
     assert fits["tokens"] == fits["blocks"] * 16 and fits["sequences"] == fits["blocks"] // 32

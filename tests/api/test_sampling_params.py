@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,11 @@ from jaxvllm import CompletionOutput, RequestOutput, SamplingParams
 def test_defaults_are_vllms() -> None:
     params = SamplingParams()
     assert (params.temperature, params.max_tokens, params.ignore_eos) == (1.0, 16, False)
+    assert (params.n, params.top_p, params.top_k, params.min_p, params.min_tokens) == (1, 1.0, 0, 0.0, 0)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert params.logprobs is params.prompt_logprobs is params.logit_bias is params.allowed_token_ids is None
+    assert params.stop == params.bad_words == () and not params.needs_processors
+    assert (params.detokenize, params.skip_special_tokens, params.include_stop_str_in_output) == (True, True, False)
     assert params.stop_token_ids == ()
     assert params.seed is None
 
@@ -38,6 +44,45 @@ def test_defaults_are_vllms() -> None:
         ("stop_token_ids", [1, -2]),
         ("stop_token_ids", [1, 2.0]),
         ("stop_token_ids", [None]),
+        ("n", 0),
+        ("n", 1.5),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("top_k", -2),
+        ("top_k", 0.5),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("frequency_penalty", math.nan),
+        ("frequency_penalty", "1"),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", math.inf),
+        ("min_tokens", -1),
+        ("min_tokens", 17),  # max_tokens is 16
+        ("logprobs", -1),
+        ("logprobs", True),
+        ("prompt_logprobs", 1.0),
+        ("stop", 5),
+        ("stop", b"x"),
+        ("stop", ["a", ""]),
+        ("stop", [None]),
+        ("logit_bias", [1]),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {1: math.inf}),
+        ("logit_bias", {1: "2"}),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-5]),
+        ("allowed_token_ids", 5),
+        ("bad_words", "word"),
+        ("bad_words", [""]),
+        ("bad_words", [5]),
+        ("detokenize", 1),
+        ("skip_special_tokens", None),
+        ("include_stop_str_in_output", "no"),
+        ("output_kind", 1),
         ("seed", 1.0),
         ("seed", -2),
         ("seed", 2**64),
@@ -45,15 +90,16 @@ def test_defaults_are_vllms() -> None:
     ],
 )
 def test_wrong_values_are_refused_by_name(field: str, value: object) -> None:
-    shown = str(value[-1] if isinstance(value, list) else value).strip("'")
+    inside = (value[-1:] or [value]) if isinstance(value, list) else [value]
+    inside = [*value, *value.values()] if isinstance(value, dict) else inside
     with pytest.raises(ValueError, match=field) as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
-    assert shown in str(caught.value)
+    assert any(str(one).strip("'") in str(caught.value) for one in inside)
 
 
 def test_an_unknown_keyword_is_an_error() -> None:
-    with pytest.raises(TypeError, match="top_p"):
-        SamplingParams(top_p=0.9)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
 
 
 def test_numbers_of_numpy_become_plain_ones() -> None:
@@ -64,10 +110,11 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
         stop_token_ids=np.array([7, 8]),  # type: ignore[arg-type]
         seed=np.uint64(2**64 - 1),  # type: ignore[arg-type]
     )
-    assert params == SamplingParams(0.5, 3, True, (7, 8), 2**64 - 1)
-    values = [getattr(params, field.name) for field in dataclasses.fields(params)]
+    expected = SamplingParams(temperature=0.5, max_tokens=3, ignore_eos=True, stop_token_ids=(7, 8), seed=2**64 - 1)
+    assert params == expected
+    values = [params.temperature, params.max_tokens, params.ignore_eos, params.stop_token_ids, params.seed]
     assert [type(value) for value in values] == [float, int, bool, tuple, int]
-    assert hash(params) == hash(SamplingParams(0.5, 3, True, (7, 8), 2**64 - 1))
+    assert hash(params) == hash(expected)
 
 
 def test_special_values_as_in_vllm() -> None:
@@ -91,3 +138,41 @@ def test_output_shortcuts_are_those_of_the_first_completion() -> None:
     assert output.text == "abc"
     assert output.token_ids is completion.token_ids
     assert CompletionOutput(0, "", [], finish_reason="length").finished()
+
+
+def test_wishes_that_contradict_each_other() -> None:
+    with pytest.raises(ValueError, match="n=2 must be 1 at temperature=0"):
+        SamplingParams(n=2, temperature=0)
+    with pytest.raises(ValueError, match="min_tokens=3 must be at most max_tokens=2"):
+        SamplingParams(min_tokens=3, max_tokens=2)
+    with pytest.raises(ValueError, match=r"stop=.* needs text"):
+        SamplingParams(stop="x", detokenize=False)
+    assert SamplingParams(min_tokens=99, max_tokens=None).min_tokens == 99
+
+
+def test_the_new_fields_are_made_uniform() -> None:
+    wish: dict[str, Any] = {"logit_bias": {"7": 1}, "allowed_token_ids": np.array([3]), "bad_words": ["a", [1]]}
+    params = SamplingParams(stop="end", top_k=-1, **wish)
+    assert (params.stop, params.top_k, params.logit_bias) == (("end",), 0, {7: 1.0})
+    assert (params.allowed_token_ids, params.bad_words) == ((3,), ("a", (1,)))
+    assert SamplingParams(stop=None, stop_token_ids=None, bad_words=None, logit_bias={}) == SamplingParams()
+    same = SamplingParams(stop=["end"], logit_bias={7: 1}, allowed_token_ids=[3], bad_words=["a", [1]])
+    assert params == same and hash(params) == hash(same)
+
+
+@pytest.mark.parametrize(
+    ("wish", "needs"),
+    [
+        ({"top_p": 0.9}, True),
+        ({"top_p": 0.9, "top_k": 5, "min_p": 0.1, "temperature": 0}, False),  # greedy: filters change nothing
+        ({"top_k": 0}, False),
+        ({"logprobs": 0}, True),
+        ({"prompt_logprobs": 3}, False),  # read apart from sampling
+        ({"stop": "x", "seed": 1, "n": 2}, False),
+        ({"repetition_penalty": 1.1, "temperature": 0}, True),
+        ({"bad_words": ["x"]}, True),
+        ({"min_tokens": 1}, True),
+    ],
+)
+def test_who_needs_the_variant_with_processors(wish: dict, needs: bool) -> None:
+    assert SamplingParams(**wish).needs_processors is needs

@@ -111,3 +111,56 @@ def test_without_a_prefix_cache_nobody_waits():
     step = loop.step()
     assert step is not None
     assert len(step.requests) == 2
+
+
+@DEPTHS
+@POLICIES
+@pytest.mark.parametrize("caching", [True, False])
+def test_siblings_share_their_prompt_whatever_the_rules_say(policy, depth, caching):
+    """The n samples of one request: full blocks are computed once; without prefix caching each computes all."""
+    loop = sharing(policy, depth, share=False, enable_prefix_caching=caching)
+    requests = [make_request(i, [*STEM, 31], max_tokens=4) for i in range(3)]
+    for request in requests:
+        request.has_siblings = True
+        loop.scheduler.add(request)
+    loop.drain()
+    assert all(request.output_token_ids == [17, 18, 19, 20] for request in requests)
+    assert loop.scheduler.counters.prefill_tokens == (17 + 2 if caching else 3 * 17)
+
+
+def test_a_restarted_request_begins_anew():
+    """Running, between two chunks and waiting: no outputs, no blocks, no hash of what it had said; the order stays."""
+    loop = sharing("prefill_first", max_num_batched_tokens=8, num_blocks=16)
+    requests = [make_request(0, [7] * 4, 20), make_request(1, STEM, 4), make_request(2, [9] * 4, 4)]
+    scheduler = loop.scheduler
+    scheduler.add(requests[0])
+    for _ in range(12):
+        loop.step()
+    for request in requests[1:]:
+        scheduler.add(request)
+    loop.step()
+    assert [request.row >= 0 for request in requests] == [True, True, False] and requests[0].num_output == 12
+    for request in reversed(requests):
+        scheduler.restart(request)
+        scheduler.check_integrity()
+    scheduler.reset_prefix_cache()
+    assert scheduler.pool.num_free == 16 and [len(request.block_hashes) for request in requests] <= [1, 4, 1]
+    assert list(scheduler.waiting) == requests and not any(request.num_output for request in requests)
+    assert loop.drain()[0] in requests
+    assert [request.output_token_ids for request in requests] == [
+        [n % 50 for n in range(4, 24)],
+        [16, 17, 18, 19],
+        [4, 5, 6, 7],
+    ]
+
+
+def test_a_stop_string_ends_it_wherever_it_stands():
+    loop = sharing()
+    request, last = make_request(0, STEM, 9), make_request(1, [1, 2], 1)
+    for one in (request, last):
+        loop.scheduler.add(one)
+    loop.step()
+    for one in (request, last):
+        loop.scheduler.stop(one, "text")
+        assert (one.finish_reason, one.stop_reason) == ("stop", "text")
+    assert loop.scheduler.pool.num_free == 64 and loop.scheduler.counters.finished_requests == 2

@@ -16,9 +16,10 @@ VOCAB = 331
 
 
 def make_engine(model: Path = MODEL, **options: Any) -> Engine:
-    """Small defaults: four sequences, blocks of 4, two buckets to compile."""
+    """Small defaults: four sequences, blocks of 4, two buckets to compile, in their plain variant only."""
     defaults: dict[str, Any] = {
         "block_size": 4, "num_blocks": 96, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128,
+        "enable_processors": False,
     }  # fmt: skip
     chosen = defaults | options
     chosen.setdefault("decode_buckets", (chosen["max_num_seqs"],))

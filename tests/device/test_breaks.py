@@ -72,7 +72,13 @@ def llm():
 def assert_nothing_left(llm: Engine) -> None:
     llm._scheduler.check_integrity()
     assert llm.stats()["blocks_free"] == llm.stats()["num_blocks"]
-    assert not llm._scheduler.requests and not llm._tracked and not llm._changed and not llm._num_online
+    assert (
+        not llm._scheduler.requests
+        and not llm._tracked
+        and not llm._changed
+        and not llm._num_watched
+        and not llm._completions
+    )
 
 
 def every(call: Any, number: int) -> list[int]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 
-from jaxvllm import ModelConfig, SamplingParams
+from jaxvllm import Engine, ModelConfig, SamplingParams
+from jaxvllm.config import ConfigError
 from jaxvllm.convert import load_params
 from jaxvllm.models import params as tables
 from jaxvllm.models import qwen3
@@ -57,9 +61,102 @@ def test_weights_that_do_not_fit_are_listed_and_change_nothing() -> None:
         bad["extra"] = bad["embed"]
         with pytest.raises(ValueError, match=r"head is missing; extra is unknown; layers\.0\.o has shape"):
             llm.update_weights(bad)
+        unfused = logical(OTHER, weights)
+        unfused["lm_head.bias"] = unfused.pop("model.layers.0.self_attn.k_proj.weight")
+        with pytest.raises(ValueError, match=r"0\.self_attn\.k_proj\.weight is missing; lm_head\.bias is unknown"):
+            llm.update_params(unfused)
+        with pytest.raises(ValueError, match="running='later'"):
+            llm.update_params(weights, running="later")
         llm.add_request(PROMPT, GREEDY)
         with pytest.raises(RuntimeError, match="1 requests are unfinished"):
             llm.update_weights(weights)
         while llm.has_unfinished_requests():
             outputs = llm.step()
         assert outputs[0].token_ids == before
+
+
+def logical(model, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same weights under their Hugging Face names, cut out of the fused ones by the table's own places."""
+    table = qwen3.param_table(ModelConfig.from_dir(model))
+    return {source.name: source.take(weights[path]) for path, info in table.items() for source in info.sources}
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *folders, last = name.split(".")
+        place = tree
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[last] = value
+    return tree
+
+
+# the second: a replicated head, a padded vocabulary
+@pytest.mark.parametrize(("model", "shards"), [(OTHER, 1), (MQA, 2)])
+def test_unfused_device_arrays_give_the_same_engine(model, shards: int) -> None:
+    weights = changed(model, 3)
+    config = ModelConfig.from_dir(model)
+    options = {"block_size": 4, "num_blocks": 96, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128,
+               "decode_buckets": (4,), "token_buckets": (64,), "warmup": False, "enable_processors": False}  # fmt: skip
+    with make_engine(model, warmup=False, tensor_parallel_size=shards) as llm:
+        llm.update_weights(weights)
+        expected = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].token_ids
+        llm.update_weights(changed(model, 4))
+        arrays = {name: jax.numpy.asarray(value) for name, value in logical(model, weights).items()}
+        llm.update_params(arrays)
+        assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].token_ids == expected
+    assert not any(array.is_deleted() for array in arrays.values())  # nor does the closed engine take them along
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[2 : 2 + shards]), ("model",))
+    with Engine.from_params(config, nested(arrays), mesh=mesh, **options) as given:
+        assert given.generate(jax.numpy.asarray(PROMPT), GREEDY, use_tqdm=False)[0].token_ids == expected
+        placed = {path: np.asarray(value) for path, value in tables.flatten(given._executor.params).items()}
+        given.update_params(arrays, donate=True)
+        assert given.generate_ids([PROMPT], GREEDY).tolist() == [[expected]]
+        for path, value in tables.flatten(given._executor.params).items():
+            np.testing.assert_array_equal(np.asarray(value), placed[path])
+        assert all(array.is_deleted() for array in arrays.values())
+        assert given._executor.params["embed"].sharding.device_set == set(mesh.devices.flat)
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size=3, but the mesh has {shards} devices"):
+        Engine.from_params(config, weights, mesh=mesh, tensor_parallel_size=3)
+
+
+def test_running_requests_finish_or_restart() -> None:
+    old, new = changed(OTHER, 5), changed(OTHER, 6)
+    prompts = [PROMPT, [*PROMPT[:30], 1, 2, 3], list(range(60, 125))]  # the last one is longer than a chunk
+    wish = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with make_engine(OTHER, warmup=False, max_num_batched_tokens=32, num_blocks=64) as llm:
+        llm.update_params(old)
+        before = [output.token_ids for output in llm.generate(prompts, wish, use_tqdm=False)]
+        llm.update_params(new)
+        after = [output.token_ids for output in llm.generate(prompts, wish, use_tqdm=False)]
+        assert all(one != two for one, two in zip(before, after, strict=True))
+        for running, expected in (("finish", before), ("restart", after)):
+            for steps in (1, 3, 5, 9):  # in the middle of a prompt, and of decoding
+                llm.update_params(old)
+                names = [llm.add_request(prompt, wish) for prompt in prompts]
+                outputs = {}
+                for _ in range(steps):
+                    outputs |= {output.request_id: output for output in llm.step()}
+                llm.update_params(new, running=running)
+                llm._scheduler.check_integrity()
+                while llm.has_unfinished_requests():
+                    outputs |= {output.request_id: output for output in llm.step()}
+                assert [outputs[name].token_ids for name in names] == expected
+                assert llm.stats()["blocks_free"] == 64
+                assert llm.generate([PROMPT], wish, use_tqdm=False)[0].token_ids == after[0]
+        llm.start_recording()
+        with pytest.raises(ValueError, match="can't be recorded"):
+            llm.update_params(new, running="restart")
+
+
+def test_ids_as_one_array() -> None:
+    with make_engine(OTHER, warmup=False) as llm:
+        wish = SamplingParams(n=2, max_tokens=6, seed=1, stop_token_ids=list(range(0, 331, 2)))
+        prompts = jax.numpy.asarray([PROMPT[:8], PROMPT[8:16]])
+        ids = llm.generate_ids(prompts, wish)
+        assert ids.dtype == np.int32 and ids.shape[:2] == (2, 2)
+        for row, output in zip(ids, llm.generate(prompts, wish, use_tqdm=False), strict=True):
+            for line, one in zip(row, output.outputs, strict=True):
+                assert line.tolist() == one.token_ids + [-1] * (ids.shape[2] - len(one.token_ids))
+        assert (ids == -1).any()

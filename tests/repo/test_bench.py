@@ -97,17 +97,28 @@ SMALL += ["--block-size", "16", "--max-model-len", "128", "--decode-buckets", "4
 
 
 def test_throughput_runs(tmp_path: Path) -> None:
-    rows = run("throughput", tmp_path, *SMALL, "--num-prompts", "4", "--max-len", "12", "--repeats", "1")
+    rows = run(
+        "throughput", tmp_path, *SMALL, "--no-processors", "--num-prompts", "4", "--max-len", "12", "--repeats", "1"
+    )
     assert [row["unit"] for row in rows] == ["output tok/s", "s", "s"]
 
 
 def test_steps_run(tmp_path: Path) -> None:
     options = ["--batches", "1,4", "--prompt-len", "12", "--new-tokens", "16", "--prefill-prompts", "2"]
-    rows = run("steps", tmp_path, *SMALL, *options, "--repeats", "1")
+    rows = run("steps", tmp_path, *SMALL, "--no-processors", *options, "--repeats", "1")
     assert [row["case"] for row in rows] == [
         "tiny decode batch 1",
         "tiny decode batch 4",
         "tiny prefill 2x12",
+    ]
+
+
+def test_processors_run(tmp_path: Path) -> None:
+    rows = run("processors", tmp_path, *SMALL, "--batch", "4", "--prompt-len", "12", "--new-tokens", "16")
+    assert [row["case"] for row in rows][-3:] == [
+        "tiny decode batch 4, 5 logprobs",
+        "tiny update_params, fused",
+        "tiny update_params, unfused",
     ]
 
 

@@ -32,6 +32,7 @@ ALLOWED = {
         "jaxvllm.kernels",
         "jaxvllm.core.plan",
         "jaxvllm.core.buckets",
+        "jaxvllm.core.knobs",
     ),
     "jaxvllm.convert": (*CONFIG, "jaxvllm.models"),
 }

@@ -12,7 +12,7 @@ def test_the_examples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         pytest.skip("examples/tiny-kjv isn't there")
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(ROOT)
-    assert len(examples) == 2
+    assert len(examples) == 3
     for example in examples:
         exec(compile(example, "README.md", "exec"), {})
     lines = capsys.readouterr().out

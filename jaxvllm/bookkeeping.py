@@ -1,0 +1,96 @@
+"""Which requests an engine knows: how they come and go. Of the engine's room.
+
+Owns: the dictionaries from a caller's id, and from the scheduler's ids, to what is tracked. Must not know: steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from functools import partial
+from typing import Any
+
+from jaxvllm.config import EngineConfig, ModelConfig
+from jaxvllm.core.request import Request
+from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.inputs import Prompt, parse_params
+from jaxvllm.interrupts import deferred_interrupts
+from jaxvllm.processing import bad_word_ids
+from jaxvllm.sampling_params import SamplingParams
+from jaxvllm.tokenizer import Tokenizer
+from jaxvllm.tracked import Completion, Tracked, Wish, sample_ids, sample_params
+
+
+class Bookkeeping:
+    """The requests of an engine, from ``_add`` to ``_drop``."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+    _scheduler: Scheduler
+    _lock: threading.RLock
+    _default_params: SamplingParams
+    _end_tokens: set[int]
+    _tracked: dict[str, Tracked]
+    _changed: dict[str, Tracked]  # online requests with news that step() hasn't returned yet
+    _completions: dict[str, Completion]  # by the scheduler's request ids
+    _num_requests: int
+    _num_watched: int  # tracked requests of which each token has to be looked at
+
+    def forget_request(self, request_id: str) -> None:
+        """Ends a request whose outputs nobody wants any more: ``step`` says nothing of it. Unknown ids: a no-op."""
+        with self._lock, deferred_interrupts():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                self._drop(tracked)
+
+    def _parse_params(self, params: Any, count: int) -> list[SamplingParams]:
+        return parse_params(params, count, self._default_params, self.model_config.vocab_size, self.config)
+
+    def _wish(self, params: SamplingParams) -> Wish:
+        encode = None if self.tokenizer is None else partial(self.tokenizer.encode, add_special_tokens=False)
+        return Wish(params, tuple(bad_word_ids(params, encode, self.model_config.vocab_size)))
+
+    def _in_use(self, request_id: str, n: int) -> bool:
+        return request_id in self._tracked or any(name in self._completions for name in sample_ids(request_id, n))
+
+    def _add(self, prompt: Prompt, wish: Wish, priority: int, *, request_id: str | None, online: bool) -> Tracked:
+        params = wish.params
+        if request_id is None:
+            new_ids = (f"request-{number}" for number in itertools.count(self._num_requests))
+            request_id = next(name for name in new_ids if not self._in_use(name, params.n))
+        tracked = Tracked(request_id, prompt, params, self.tokenizer, online)
+        try:
+            for i, name in enumerate(sample_ids(request_id, params.n)):
+                request = Request.create(
+                    name, self._num_requests, prompt.token_ids, sample_params(params, i), model_eos=self._end_tokens,
+                    engine_seed=self.config.seed, priority=priority, bad_words=wish.bad_words,
+                    has_siblings=params.n > 1,
+                )  # fmt: skip
+                completion = tracked.add(request)
+                self._scheduler.add(request)
+                self._completions[name] = completion
+                self._num_requests += 1
+        except BaseException:
+            for completion in tracked.completions:
+                name = completion.request.request_id
+                if self._completions.get(name) is completion:
+                    del self._completions[name]
+                    self._scheduler.abort(name)
+            raise
+        self._tracked[request_id] = tracked
+        self._num_watched += tracked.is_watched
+        return tracked
+
+    def _abort(self, tracked: Tracked) -> None:
+        for completion in tracked.completions:
+            self._scheduler.abort(completion.request.request_id)
+
+    def _drop(self, tracked: Tracked) -> None:
+        """Nobody wants to hear of it any more."""
+        self._abort(tracked)
+        if self._tracked.pop(tracked.request_id, None) is not None:
+            self._num_watched -= tracked.is_watched
+            self._changed.pop(tracked.request_id, None)
+            for completion in tracked.completions:
+                del self._completions[completion.request.request_id]

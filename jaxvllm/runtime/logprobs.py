@@ -1,0 +1,63 @@
+"""Log-probabilities of chosen tokens and of the most probable ones, over a sharded vocabulary.
+
+Owns: the normalisation, ranks and the merge of shards. Must not know: requests, which logits these are.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxvllm.models.layers import head_logits
+from jaxvllm.runtime.select import peak_over, top_n, total_over
+
+
+def gather_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int, *, axis: str | None
+                    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """log softmax(logits) of one token a row and of the ``num_top`` most probable ones, the same on every shard.
+
+    logits [B, V_local] float32 without NaN, -inf for what can't come; tokens [B] int32 global ids. Returns float32 and
+    int32 [B, 1 + num_top]: first the token's log-probability and its rank (1: nothing is more probable; equals count),
+    then the top ones and their ids, the lowest id first among equals.
+    """
+    size = logits.shape[-1]
+    start = 0 if axis is None else lax.axis_index(axis) * size
+    total, peak = total_over(axis), peak_over(logits, axis)
+    peak = jnp.maximum(peak, jnp.finfo(jnp.float32).min)  # a row of -inf only
+    norm = peak + jnp.log(total(jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1)))
+    local = tokens - start
+    mine = (local >= 0) & (local < size)
+    picked = jnp.take_along_axis(logits, jnp.where(mine, local, 0)[:, None], axis=-1)
+    chosen = total(jnp.where(mine[:, None], picked, 0.0))
+    rank = total(jnp.sum(logits >= chosen, axis=-1, dtype=jnp.int32))[:, None]
+    if num_top == 0:
+        return chosen - norm[:, None], rank
+    ids = start + jnp.arange(size, dtype=jnp.int32)[None]
+    values, ids = top_n(logits, ids, num_top)
+    if axis is not None and lax.axis_size(axis) > 1:
+        values = lax.all_gather(values, axis, axis=1, tiled=True)
+        values, ids = top_n(values, lax.all_gather(ids, axis, axis=1, tiled=True), num_top)
+    return jnp.concatenate([chosen, values], axis=1) - norm[:, None], jnp.concatenate([rank, ids], axis=1)
+
+
+def prompt_logprobs(table: jax.Array, hidden: jax.Array, targets: jax.Array, num_top: int, *, vocab_size: int,
+                    axis: str | None, slice_tokens: int = 64) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """``gather_logprobs`` of head(hidden [T, H]) for targets [T] int32, each [T, 1 + num_top].
+
+    ``slice_tokens`` tokens at a time: the logits of all tokens of a chunk would be gigabytes.
+    """
+    start = 0 if axis is None else lax.axis_index(axis) * table.shape[0]
+    ids = start + jnp.arange(table.shape[0])
+
+    def one_slice(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logits = head_logits(table, args[0])
+        logits = jnp.where((ids < vocab_size) & ~jnp.isnan(logits), logits, -jnp.inf)
+        return gather_logprobs(logits, args[1], num_top, axis=axis)
+
+    tokens = hidden.shape[0]
+    size = min(slice_tokens, tokens)
+    padded = -(-tokens // size) * size
+    hidden = jnp.pad(hidden, ((0, padded - tokens), (0, 0))).reshape(-1, size, hidden.shape[-1])
+    numbers, ids_or_ranks = lax.map(one_slice, (hidden, jnp.pad(targets, (0, padded - tokens)).reshape(-1, size)))
+    return numbers.reshape(padded, -1)[:tokens], ids_or_ranks.reshape(padded, -1)[:tokens]
