@@ -22,6 +22,7 @@ def engine_parser(doc: str | None) -> argparse.ArgumentParser:
     made.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     made.add_argument("--attention-backend", default="auto")
     made.add_argument("--async-steps", type=int, default=1)
+    made.add_argument("--scheduling-policy", default="prefill_first", help="or running_first")
     made.add_argument(
         "--no-processors", dest="enable_processors", action="store_false",
         help="compile the plain variant of each step only",
@@ -45,6 +46,7 @@ ENGINE_OPTIONS = (
     "gpu_memory_utilization",
     "attention_backend",
     "async_steps",
+    "scheduling_policy",
     "decode_buckets",
     "token_buckets",
     "enable_processors",
@@ -70,6 +72,7 @@ def make_engine(args: argparse.Namespace) -> TimedEngine:
 
 
 def label(args: argparse.Namespace) -> str:
-    """How rows name the configuration: "qwen3-8b tp2"; one device isn't mentioned."""
+    """How rows name the configuration: "qwen3-8b tp2"; one device and the default policy aren't mentioned."""
     parallel = args.tensor_parallel_size
-    return args.config if parallel == 1 else f"{args.config} tp{parallel}"
+    policy = "" if args.scheduling_policy == "prefill_first" else f" {args.scheduling_policy}"
+    return args.config + (f" tp{parallel}" if parallel > 1 else "") + policy

@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import time
+from pathlib import Path
 
 from bench.common import Row, accelerator_name, commit, record, versions
 from bench.models import model_config, workload_floor_s
@@ -19,6 +20,7 @@ from bench.workload import Workload, headline, random_prompts
 STARTED = time.perf_counter()
 from bench.engines import TimedEngine, engine_parser, label, make_engine  # noqa: E402  (its imports are timed)
 from jaxvllm import SamplingParams  # noqa: E402
+from jaxvllm.config import compilation_cache_dir  # noqa: E402
 
 IMPORT_SECONDS = time.perf_counter() - STARTED
 
@@ -52,6 +54,8 @@ def main() -> None:
     max_id = min(10000, config.vocab_size - 1)
     workload = headline(args.num_prompts, low=min(100, args.max_len), high=args.max_len, max_id=max_id)
 
+    cache = compilation_cache_dir()
+    warm = cache is not None and Path(cache).is_dir() and any(Path(cache).iterdir())
     started = time.perf_counter()
     engine = make_engine(args)
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
@@ -59,7 +63,7 @@ def main() -> None:
     with engine:
         warm_up(engine, max_id)
         seconds = [run_once(engine, workload) for _ in range(args.repeats)]
-        report(args, engine, workload, seconds, start_seconds)
+        report(args, engine, workload, seconds, start_seconds, warm)
 
 
 def report(
@@ -68,8 +72,9 @@ def report(
     workload: Workload,
     seconds: list[float],
     start_seconds: float,
+    warm: bool,
 ) -> None:
-    """Appends the rows and prints one JSON line with everything about the run."""
+    """Appends the rows and prints one JSON line with everything about the run. warm: compiled programs were kept."""
     lens = [len(prompt) for prompt in workload.prompts]
     floor_s = workload_floor_s(engine.model_config, lens, workload.output_lens)
     tokens = workload.num_output_tokens
@@ -80,7 +85,7 @@ def report(
     floor = tokens / floor_s * args.tensor_parallel_size if "H200" in device else None
     rows = [
         Row(f"{label(args)} {name}", rate, "output tok/s", floor),
-        Row(f"{label(args)} start to first request", start_seconds, "s"),
+        Row(f"{label(args)} start to first request{', warm cache' if warm else ''}", start_seconds, "s"),
         Row(f"{label(args)} imports", IMPORT_SECONDS, "s"),
     ]
     record("throughput", rows, device=device, args=args)
