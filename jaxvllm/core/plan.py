@@ -79,6 +79,11 @@ class StepPlan:
     tile_start: np.ndarray | None = None
 
 
+ALIGNMENT = 64
+"""Words at whose multiples fields begin: 256 bytes. A kernel may get a field as it lies in the buffer, and Mosaic's
+refuse operands that begin elsewhere."""
+
+
 class PlanLayout:
     """Where each field of a bucket's plan lies.
 
@@ -149,6 +154,7 @@ class PlanLayout:
         shapes.append(("block_tables", (seqs, self.table_width), "int32"))
         fields, offset = [], 0
         for name, shape, dtype in shapes:
+            offset = -(-offset // ALIGNMENT) * ALIGNMENT
             fields.append((name, offset, shape, dtype))
             offset += math.prod(shape)
         return tuple(fields), offset

@@ -31,7 +31,7 @@ RAGGED = {"query_start": ("B+1", "int32"), "tile_seq": ("N", "int32"), "tile_sta
 
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=str)
-def test_the_fields_have_their_shapes_and_tile_the_buffer(bucket):
+def test_the_fields_have_their_shapes_and_lie_aligned_in_the_buffer(bucket):
     layout = PlanLayout(bucket, table_width=5, max_rows=8, drop_slot=640)
     tokens, seqs = bucket.num_tokens, bucket.num_seqs
     sizes = {
@@ -48,8 +48,9 @@ def test_the_fields_have_their_shapes_and_tile_the_buffer(bucket):
     }
     end = 0
     for _, offset, shape, _ in layout.fields:
-        assert offset == end
-        end += math.prod(shape)
+        assert end <= offset < end + 64
+        assert offset * 4 % 256 == 0  # what Mosaic's kernels ask of an operand
+        end = offset + math.prod(shape)
     assert layout.size == end
 
 

@@ -25,10 +25,10 @@ def names(resolved: kernels.ResolvedBackends) -> tuple[str, str, str]:
 
 
 def test_auto_is_what_measures_best_on_a_gpu_and_xla_on_a_cpu() -> None:
-    assert names(resolve("auto")) == ("triton", "triton", "mosaic")
-    on_ampere = resolve("auto", device_kind="NVIDIA A100", compute_capability="8.0")
+    assert names(resolve("auto")) == ("triton", "triton", "triton")
+    on_ampere = resolve("mosaic", device_kind="NVIDIA A100", compute_capability="8.0")
     assert names(on_ampere) == ("triton", "triton", "triton")
-    assert "triton instead of mosaic for ragged_attention on NVIDIA A100" in on_ampere.reason
+    assert "instead of mosaic for decode_attention, ragged_attention on NVIDIA A100" in on_ampere.reason
     on_cpu = resolve("auto", platform="cpu", device_kind="cpu", compute_capability="")
     assert names(on_cpu) == ("xla", "xla", "xla")
     assert "need a GPU" in on_cpu.reason
