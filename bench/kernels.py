@@ -5,8 +5,9 @@ python -m bench.kernels --tune          decode's tunables: prints rows for kerne
 python -m bench.kernels --picture FILE  draws the recorded rows: bandwidth reached against batch and context
 
 A figure is the time of one layer: a compiled loop over --layers layers of one cache through shuffled block tables,
-under jax's profiler; the sum of its kernels' times over the layers. Beside ours run, where they apply, cuDNN's
-attention through jax (dense keys and values: no pages) and jax's own paged attention.
+under jax's profiler; the sum of the attention kernels' times over the layers. What a step computes once for all its
+layers (the cuts, the order of work) isn't in it. Beside ours run, where they apply, cuDNN's attention through jax
+(dense keys and values: no pages) and jax's own paged attention.
 """
 
 import argparse
@@ -34,6 +35,7 @@ BLOCK, HEAD_DIM, QUERY_TILE = 64, 128, 64
 HEADS = {"0.6b": (16, 8), "8b": (32, 8)}
 DECODE = [(256, 1024), (64, 1024), (8, 1024), (1, 1024), (1, 16384), (8, 8192)]
 PREFILL = [(8, 1024, 1024), (4, 4096, 4096), (1, 16384, 16384), (8, 512, 8704)]  # sequences, new tokens, context
+OURS = "paged_"  # in the names of our kernels
 SMALL_DECODE, SMALL_PREFILL = [(2, 100)], [(2, 64, 64)]
 
 
@@ -54,8 +56,8 @@ class Shape:
         return 4 * pairs * self.heads[0] * HEAD_DIM
 
 
-def seconds(step: Callable[..., jax.Array], arguments: Sequence, layers: int) -> float:
-    """Of one layer: the device's kernels on a GPU; elsewhere the whole call's time."""
+def seconds(step: Callable[..., jax.Array], arguments: Sequence, layers: int, only: str = "") -> float:
+    """Of one layer: the device's kernels with `only` in their name on a GPU; elsewhere the whole call's time."""
     compiled = jax.jit(step).lower(*arguments).compile()
     compiled(*arguments).block_until_ready()
     if jax.devices()[0].platform == "cpu":
@@ -73,7 +75,10 @@ def seconds(step: Callable[..., jax.Array], arguments: Sequence, layers: int) ->
         for line in plane.lines
         if "Stream" in line.name
         for event in line.events
+        if only in event.name
     ]
+    if not spans:
+        raise RuntimeError(f"no kernel named like {only!r} ran")
     return sum(spans) / 1e9 / repeats / layers
 
 
@@ -192,7 +197,7 @@ def measure(args: argparse.Namespace) -> None:
             shape = Shape(heads, ((1, context),) * batch)
             made = list(inputs(shape, layers).values())[:4]
             for backend in backends:
-                step = functools.partial(seconds, decode_step(layers, backend), made, layers)
+                step = functools.partial(seconds, decode_step(layers, backend), made, layers, OURS)
                 attempt(f"decode {name} batch {batch} context {context}, {backend}", "us", shape, step)
             if on_gpu and name == "0.6b" and context == 1024:
                 other = functools.partial(jax_paged_seconds, shape, layers)
@@ -203,7 +208,7 @@ def measure(args: argparse.Namespace) -> None:
             made = list(inputs(shape, few).values())
             text = f"prefill {name} {batch}x{new}" + (f" over {context - new} cached" if context > new else "")
             for backend in backends:
-                step = functools.partial(seconds, ragged_step(few, backend), made, few)
+                step = functools.partial(seconds, ragged_step(few, backend), made, few, OURS)
                 attempt(f"{text}, {backend}", "TFLOP/s", shape, step)
             if on_gpu and new == context:
                 attempt(f"{text}, cuDNN", "TFLOP/s", shape, functools.partial(cudnn_seconds, shape, few))
@@ -215,7 +220,7 @@ def measure(args: argparse.Namespace) -> None:
             parts = parts if on_gpu else tuple((new // 16 or 1, context // 16) for new, context in parts[-2:])
             shape, few = Shape(heads, parts), min(layers, 8)
             made = list(inputs(shape, few).values())
-            step = functools.partial(seconds, ragged_step(few, backends[-1]), made, few)
+            step = functools.partial(seconds, ragged_step(few, backends[-1]), made, few, OURS)
             attempt(f"mixed {name} {text}, {backends[-1]}", "us", shape, step)
 
 
@@ -237,7 +242,7 @@ def tune() -> None:
                 per_sm, min_tokens, tile, warps, stages, fused = option
                 programs = per_sm * sms, per_sm * sms
                 config = decode_triton.DecodeConfig(base.max_splits, programs, min_tokens, tile, warps, stages, fused)
-                taken = seconds(decode_step(4, "triton", config), made, 4)
+                taken = seconds(decode_step(4, "triton", config), made, 4, OURS)
                 if mixed not in best or taken < best[mixed][0]:
                     best[mixed] = taken, option
         print(f"up to {pairs} pairs: one length {best[False]}, mixed {best[True]}", flush=True)
