@@ -44,7 +44,8 @@ def test_both_formats_and_the_round_trip(tmp_path: Path, name: str) -> None:
 
 def engine(folder: Path, tp: int) -> Engine:
     return Engine(folder, tensor_parallel_size=tp, block_size=16, num_blocks=32, max_num_seqs=2,
-                  max_num_batched_tokens=64, decode_buckets=(2,), token_buckets=(64,), max_model_len=256)  # fmt: skip
+                  max_num_batched_tokens=64, decode_buckets=(2,), token_buckets=(64,), max_model_len=256,
+                  enable_processors=False)  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "tp"), [("qwen2_tied", 4), ("llama3_old_config_head_dim", 2)])
