@@ -9,6 +9,8 @@ means float32 (``dot_precision``), never TF32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -86,14 +88,38 @@ def tp_sum(x: jax.Array, axis: str | None) -> jax.Array:
     return x if axis is None or lax.axis_size(axis) == 1 else lax.psum(x, axis)
 
 
+def tp_max(x: jax.Array, axis: str | None) -> jax.Array:
+    """Maximum over the shards, elementwise."""
+    return x if axis is None or lax.axis_size(axis) == 1 else lax.pmax(x, axis)
+
+
+def first_id(local_size: int, axis: str | None) -> int | jax.Array:
+    """The global id of this shard's first vocabulary row: each shard owns ``local_size`` consecutive ones."""
+    return 0 if axis is None or lax.axis_size(axis) == 1 else lax.axis_index(axis) * local_size
+
+
+def in_slices[Out](function: Callable[[jax.Array, jax.Array], Out], hidden: jax.Array, targets: jax.Array,
+                   size: int) -> Out:  # fmt: skip
+    """function(hidden [T, H], targets [T]), ``size`` tokens at a time: the logits of 8192 tokens would be 5 GB.
+
+    Every array that it returns has the tokens as its first axis.
+    """
+    tokens = hidden.shape[0]
+    size = min(size, tokens)
+    padded = -(-tokens // size) * size
+    hidden = jnp.pad(hidden, ((0, padded - tokens), (0, 0))).reshape(-1, size, hidden.shape[-1])
+    targets = jnp.pad(targets, (0, padded - tokens)).reshape(-1, size)
+    parts = lax.map(lambda part: function(*part), (hidden, targets))
+    return jax.tree.map(lambda part: part.reshape(padded, *part.shape[2:])[:tokens], parts)
+
+
 def embed_tokens(table: jax.Array, token_ids: jax.Array, axis: str | None) -> jax.Array:
     """table [V_local, H], token_ids [T] int32 (global ids) -> [T, H].
 
     Each shard owns V_local consecutive ids: the others contribute zeros, and the sum has each row once. An id outside
     the vocabulary embeds as zeros.
     """
-    start = 0 if axis is None else lax.axis_index(axis) * table.shape[0]
-    local = token_ids - start
+    local = token_ids - first_id(table.shape[0], axis)
     mine = (local >= 0) & (local < table.shape[0])
     rows = table[jnp.where(mine, local, 0)]
     return tp_sum(jnp.where(mine[:, None], rows, jnp.zeros((), table.dtype)), axis)
@@ -106,29 +132,17 @@ def head_logits(table: jax.Array, hidden: jax.Array) -> jax.Array:
 
 def token_logprobs(table: jax.Array, hidden: jax.Array, targets: jax.Array, *, vocab_size: int, axis: str | None,
                    slice_tokens: int = 256) -> jax.Array:  # fmt: skip
-    """log softmax(head(hidden))[target]: hidden [T, H], targets [T] int32 global ids -> [T] float32.
-
-    Goes through the head ``slice_tokens`` tokens at a time: the logits of 8192 tokens would be 5 GB.
-    """
-    start = 0 if axis is None else lax.axis_index(axis) * table.shape[0]
+    """log softmax(head(hidden))[target]: hidden [T, H], targets [T] int32 global ids -> [T] float32."""
+    start = first_id(table.shape[0], axis)
     ids = start + jnp.arange(table.shape[0])
 
-    def one_slice(args: tuple[jax.Array, jax.Array]) -> jax.Array:
-        part, target = args
+    def one_slice(part: jax.Array, target: jax.Array) -> jax.Array:
         logits = jnp.where(ids < vocab_size, head_logits(table, part), -jnp.inf)
-        peak = jnp.max(logits, axis=-1)
-        many = axis is not None and lax.axis_size(axis) > 1
-        peak = lax.pmax(peak, axis) if many and axis else peak
+        peak = tp_max(jnp.max(logits, axis=-1), axis)
         total = tp_sum(jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), axis)
         local = target - start
         mine = (local >= 0) & (local < table.shape[0])
         picked = jnp.take_along_axis(logits, jnp.where(mine, local, 0)[:, None], axis=-1)[:, 0]
         return tp_sum(jnp.where(mine, picked, 0.0), axis) - peak - jnp.log(total)
 
-    tokens = hidden.shape[0]
-    size = min(slice_tokens, tokens)
-    padded = -(-tokens // size) * size
-    hidden = jnp.pad(hidden, ((0, padded - tokens), (0, 0)))
-    targets = jnp.pad(targets, (0, padded - tokens))
-    parts = lax.map(one_slice, (hidden.reshape(-1, size, hidden.shape[-1]), targets.reshape(-1, size)))
-    return parts.reshape(-1)[:tokens]
+    return in_slices(one_slice, hidden, targets, slice_tokens)

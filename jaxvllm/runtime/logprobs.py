@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxvllm.models.layers import head_logits
-from jaxvllm.runtime.select import peak_over, top_n, total_over
+from jaxvllm.models.layers import first_id, head_logits, in_slices, tp_max, tp_sum
+from jaxvllm.runtime.select import top_n
 
 
 def gather_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int, *, axis: str | None
@@ -22,15 +22,15 @@ def gather_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int, *, axis:
     then the top ones and their ids, the lowest id first among equals.
     """
     size = logits.shape[-1]
-    start = 0 if axis is None else lax.axis_index(axis) * size
-    total, peak = total_over(axis), peak_over(logits, axis)
+    start = first_id(size, axis)
+    peak = tp_max(jnp.max(logits, axis=-1), axis)
     peak = jnp.maximum(peak, jnp.finfo(jnp.float32).min)  # a row of -inf only
-    norm = peak + jnp.log(total(jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1)))
+    norm = peak + jnp.log(tp_sum(jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), axis))
     local = tokens - start
     mine = (local >= 0) & (local < size)
     picked = jnp.take_along_axis(logits, jnp.where(mine, local, 0)[:, None], axis=-1)
-    chosen = total(jnp.where(mine[:, None], picked, 0.0))
-    rank = total(jnp.sum(logits >= chosen, axis=-1, dtype=jnp.int32))[:, None]
+    chosen = tp_sum(jnp.where(mine[:, None], picked, 0.0), axis)
+    rank = tp_sum(jnp.sum(logits >= chosen, axis=-1, dtype=jnp.int32), axis)[:, None]
     if num_top == 0:
         return chosen - norm[:, None], rank
     ids = start + jnp.arange(size, dtype=jnp.int32)[None]
@@ -43,21 +43,12 @@ def gather_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int, *, axis:
 
 def prompt_logprobs(table: jax.Array, hidden: jax.Array, targets: jax.Array, num_top: int, *, vocab_size: int,
                     axis: str | None, slice_tokens: int = 64) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """``gather_logprobs`` of head(hidden [T, H]) for targets [T] int32, each [T, 1 + num_top].
+    """``gather_logprobs`` of head(hidden [T, H]) for targets [T] int32, each [T, 1 + num_top]."""
+    ids = first_id(table.shape[0], axis) + jnp.arange(table.shape[0])
 
-    ``slice_tokens`` tokens at a time: the logits of all tokens of a chunk would be gigabytes.
-    """
-    start = 0 if axis is None else lax.axis_index(axis) * table.shape[0]
-    ids = start + jnp.arange(table.shape[0])
-
-    def one_slice(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits = head_logits(table, args[0])
+    def one_slice(part: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = head_logits(table, part)
         logits = jnp.where((ids < vocab_size) & ~jnp.isnan(logits), logits, -jnp.inf)
-        return gather_logprobs(logits, args[1], num_top, axis=axis)
+        return gather_logprobs(logits, target, num_top, axis=axis)
 
-    tokens = hidden.shape[0]
-    size = min(slice_tokens, tokens)
-    padded = -(-tokens // size) * size
-    hidden = jnp.pad(hidden, ((0, padded - tokens), (0, 0))).reshape(-1, size, hidden.shape[-1])
-    numbers, ids_or_ranks = lax.map(one_slice, (hidden, jnp.pad(targets, (0, padded - tokens)).reshape(-1, size)))
-    return numbers.reshape(padded, -1)[:tokens], ids_or_ranks.reshape(padded, -1)[:tokens]
+    return in_slices(one_slice, hidden, targets, slice_tokens)

@@ -9,6 +9,7 @@ Owns: the state and its updates, and what the sampler sees. Must not know: reque
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,8 +21,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxvllm.core.knobs import KNOBS, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from jaxvllm.models.layers import first_id, tp_max, tp_sum
 from jaxvllm.runtime.mesh import TP, sharding
-from jaxvllm.runtime.select import peak_over, sort_keys, threshold, total_over
+from jaxvllm.runtime.select import sort_keys, threshold
 
 IN_PROMPT, IS_END, ONE_OUTPUT = 1, 2, 4  # counts: two flags, then the number of times in the output
 
@@ -90,8 +92,7 @@ def process(logits: jax.Array, knobs: dict[str, jax.Array], state: ProcessorStat
     int32: tokens before the sampled one; temperatures [B] float32. In both results NaN and ids at and above vocab_size
     are -inf; nothing else happens to rows with neutral knobs.
     """
-    start = 0 if axis is None else lax.axis_index(axis) * logits.shape[-1]
-    ids = start + jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    ids = first_id(logits.shape[-1], axis) + jnp.arange(logits.shape[-1], dtype=jnp.int32)
     logits = jnp.where((ids < vocab_size) & ~jnp.isnan(logits), logits, -jnp.inf)
     changed = apply_row_state(logits, knobs, state, rows, positions, ids)
     return logits, apply_filters(changed, knobs, temperatures, axis=axis, unroll=unroll)
@@ -132,9 +133,9 @@ def apply_filters(logits: jax.Array, knobs: dict[str, jax.Array], temperatures: 
 
     Everything is decided on the logits: dividing by the temperature doesn't change their order. logits: no NaN.
     """
-    total = total_over(axis)
+    total = partial(tp_sum, axis=axis)
     keys = sort_keys(logits)
-    peak = peak_over(logits, axis)[:, None]
+    peak = tp_max(jnp.max(logits, axis=-1), axis)[:, None]
     scale = jnp.where(temperatures > 0, temperatures, 1.0)[:, None]
     # exp((z - peak) / T); the difference of equal infinities would be NaN
     weights = jnp.exp(jnp.where(logits == peak, 0.0, logits - peak) / scale)
@@ -155,7 +156,7 @@ def apply_filters(logits: jax.Array, knobs: dict[str, jax.Array], temperatures: 
 def count_tokens(state: ProcessorState, rows: jax.Array, tokens: jax.Array, axis: str | None) -> ProcessorState:
     """The state after tokens [B] were sampled for rows [B]; rows past the last one are dropped."""
     size = state.counts.shape[-1]
-    local = tokens - (0 if axis is None else lax.axis_index(axis) * size)
+    local = tokens - first_id(size, axis)
     places = jnp.where((local >= 0) & (local < size), local, size)  # past the end: another shard's
     counts = state.counts.at[rows, places].add(ONE_OUTPUT, mode="drop")
     before = state.recent[jnp.minimum(rows, state.recent.shape[0] - 1)]

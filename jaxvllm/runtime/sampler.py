@@ -13,6 +13,7 @@ from jax import lax
 
 from jaxvllm.kernels import gumbel_argmax
 from jaxvllm.kernels.noise import gumbel_noise
+from jaxvllm.models.layers import first_id, tp_max
 
 
 def sample(logits: jax.Array, temperatures: jax.Array, seeds: jax.Array, positions: jax.Array, *, vocab_size: int,
@@ -24,16 +25,15 @@ def sample(logits: jax.Array, temperatures: jax.Array, seeds: jax.Array, positio
     padding and never sampled; backend: of the fused kernel (`ResolvedBackends.fused`), None composes it of plain jax.
     Returns ids [B] int32; equal values give the lowest id at any number of shards.
     """
-    many = axis is not None and lax.axis_size(axis) > 1
-    start = lax.axis_index(axis) * logits.shape[-1] if many and axis else 0
+    start = first_id(logits.shape[-1], axis)
     if backend is None:
         value, winner = _best(logits, temperatures, seeds, positions, start, vocab_size)
     else:
         value, winner = gumbel_argmax(logits, temperatures, seeds, positions, start, vocab_size=vocab_size,
                                       backend=backend)  # fmt: skip
-    if not many or axis is None:
+    if axis is None or lax.axis_size(axis) == 1:
         return winner
-    peak = lax.pmax(value, axis)
+    peak = tp_max(value, axis)
     return lax.pmin(jnp.where(value == peak, winner, jnp.iinfo(jnp.int32).max), axis)
 
 

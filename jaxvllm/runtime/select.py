@@ -1,8 +1,8 @@
 """Order statistics of rows of float32 over a sharded vocabulary: thresholds and the top n, without a sort.
 
 A sort and a loop can't be captured into a CUDA graph; what is here is reductions only (on a GPU: elsewhere the passes
-are a loop, which compiles faster). Owns: the order of floats as
-integers, the search for thresholds, the top n. Must not know: what the numbers mean.
+are a loop, which compiles faster). Owns: the order of floats as integers, the search for thresholds, the top n.
+Must not know: what the numbers mean.
 """
 
 from __future__ import annotations
@@ -23,19 +23,6 @@ PIECE = 16
 MAX_RANKED = 640  # values of which all pairs are compared
 
 Total = Callable[[jax.Array], jax.Array]  # [B, ...] on each shard -> their sum
-
-
-def total_over(axis: str | None) -> Total:
-    """The sum over the shards of a mesh axis; the identity where there is one."""
-    if axis is None or lax.axis_size(axis) == 1:
-        return lambda x: x
-    return lambda x: lax.psum(x, axis)
-
-
-def peak_over(x: jax.Array, axis: str | None) -> jax.Array:
-    """The largest element of each row of x [B, V_local], over all shards: [B]."""
-    peak = jnp.max(x, axis=-1)
-    return peak if axis is None or lax.axis_size(axis) == 1 else lax.pmax(peak, axis)
 
 
 def sort_keys(x: jax.Array) -> jax.Array:
