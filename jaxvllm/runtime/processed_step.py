@@ -15,13 +15,11 @@ import jax.numpy as jnp
 from jaxvllm.config import EngineConfig, ModelConfig
 from jaxvllm.core.plan import PlanLayout
 from jaxvllm.kernels import ResolvedBackends
-from jaxvllm.models.layers import head_logits
 from jaxvllm.models.registry import family
 from jaxvllm.runtime.logprobs import gather_logprobs, prompt_logprobs
 from jaxvllm.runtime.processors import ProcessorState, count_tokens, process, unpack_knobs
-from jaxvllm.runtime.sampler import sample
 from jaxvllm.runtime.state import DeviceState, KVCache
-from jaxvllm.runtime.step import run_model, unpack
+from jaxvllm.runtime.step import draw, next_logits, run_model, unpack
 
 States = tuple[DeviceState, ProcessorState]
 
@@ -38,19 +36,13 @@ def make_processed_step(layout: PlanLayout, model: ModelConfig, engine: EngineCo
              ) -> tuple[States, tuple[jax.Array, jax.Array, jax.Array]]:  # fmt: skip
         state, processors = states
         plan, knobs = unpack(buffer, layout), unpack_knobs(knob_words)
-        hidden, kv = run_model(params, state, plan, layout, model, backends, axis)
-        if layout.bucket.kind != "decode":
-            hidden = hidden[jnp.maximum(plan.query_start[1:] - 1, 0)]
-        raw = head_logits(family(model).head_table(params), hidden)
+        raw, kv = next_logits(params, state, plan, layout, model, backends, axis)
         raw, logits = process(raw, knobs, processors, plan.rows, plan.sample_positions, plan.temperatures,
                               vocab_size=model.vocab_size, axis=axis, unroll=unroll)  # fmt: skip
-        tokens = sample(logits, plan.temperatures, plan.seeds, plan.sample_positions, vocab_size=model.vocab_size,
-                        axis=axis)  # fmt: skip
+        state, tokens = draw(logits, kv, state, plan, model, backends, axis)
         if engine.logprobs_mode == "processed_logprobs":
             raw = logits / jnp.where(plan.temperatures > 0, plan.temperatures, 1.0)[:, None]
         numbers = gather_logprobs(raw, tokens, engine.max_logprobs, axis=axis)
-        last_tokens = state.last_tokens.at[plan.rows].set(tokens, mode="drop")
-        state = DeviceState(cache=KVCache(kv=kv), last_tokens=last_tokens)
         return (state, count_tokens(processors, plan.rows, tokens, axis)), (tokens, *numbers)
 
     return step

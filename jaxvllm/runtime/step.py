@@ -95,22 +95,34 @@ def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backend: str, axis:
     return Fused(partial(add_rms_norm, eps=model.rms_norm_eps, backend=backend), norm_rope_write, parts)
 
 
-def make_step(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackends, axis: str) -> Callable[..., Any]:
-    """(params, state, buffer) -> (state, tokens [B] int32): one step of the bucket that ``layout`` belongs to.
+def next_logits(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespace, layout: PlanLayout,
+                model: ModelConfig, backends: ResolvedBackends, axis: str) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The forward and the head: this shard's logits [B, V_local] for each sequence's next token, and the cache.
 
     The head runs on the last token of each sequence only (B rows, never all T tokens).
     """
+    hidden, kv = run_model(params, state, plan, layout, model, backends, axis)
+    if layout.bucket.kind != "decode":
+        hidden = hidden[jnp.maximum(plan.query_start[1:] - 1, 0)]
+    return head_logits(family(model).head_table(params), hidden), kv
+
+
+def draw(logits: jax.Array, kv: jax.Array, state: DeviceState, plan: SimpleNamespace, model: ModelConfig,
+         backends: ResolvedBackends, axis: str) -> tuple[DeviceState, jax.Array]:  # fmt: skip
+    """One token a row from the logits (tokens [B] int32), and the state that the next step starts from."""
+    tokens = sample(logits, plan.temperatures, plan.seeds, plan.sample_positions, vocab_size=model.vocab_size,
+                    axis=axis, backend=backends.fused)  # fmt: skip
+    last_tokens = state.last_tokens.at[plan.rows].set(tokens, mode="drop")
+    return DeviceState(cache=KVCache(kv=kv), last_tokens=last_tokens), tokens
+
+
+def make_step(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackends, axis: str) -> Callable[..., Any]:
+    """(params, state, buffer) -> (state, tokens [B] int32): one step of the bucket that ``layout`` belongs to."""
 
     def step(params: Mapping[str, Any], state: DeviceState, buffer: jax.Array) -> tuple[DeviceState, jax.Array]:
         plan = unpack(buffer, layout)
-        hidden, kv = run_model(params, state, plan, layout, model, backends, axis)
-        if layout.bucket.kind != "decode":
-            hidden = hidden[jnp.maximum(plan.query_start[1:] - 1, 0)]
-        logits = head_logits(family(model).head_table(params), hidden)
-        tokens = sample(logits, plan.temperatures, plan.seeds, plan.sample_positions, vocab_size=model.vocab_size,
-                        axis=axis, backend=backends.fused)  # fmt: skip
-        last_tokens = state.last_tokens.at[plan.rows].set(tokens, mode="drop")
-        return DeviceState(cache=KVCache(kv=kv), last_tokens=last_tokens), tokens
+        logits, kv = next_logits(params, state, plan, layout, model, backends, axis)
+        return draw(logits, kv, state, plan, model, backends, axis)
 
     return step
 
