@@ -82,12 +82,12 @@ def seconds(step: Callable[..., jax.Array], arguments: Sequence, layers: int, on
     return sum(spans) / 1e9 / repeats / layers
 
 
-def inputs(shape: Shape, layers: int, num_blocks: int | None = None) -> dict[str, jax.Array]:
+def inputs(shape: Shape, layers: int) -> dict[str, jax.Array]:
     """Random queries, cache and a shuffled table; the ragged plan's tiles."""
     rng = np.random.default_rng(0)
     counts, lens = (np.array(column, np.int32) for column in zip(*shape.rows, strict=True))
     blocks = -(-lens // BLOCK)
-    order = rng.permutation(num_blocks or int(blocks.sum())).astype(np.int32)
+    order = rng.permutation(int(blocks.sum())).astype(np.int32)
     tables = np.zeros((len(lens), int(blocks.max())), np.int32)
     for row, (end, count) in enumerate(zip(np.cumsum(blocks), blocks, strict=True)):
         tables[row, :count] = order[end - count : end]

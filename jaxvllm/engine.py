@@ -54,8 +54,8 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
     enable_prefix_caching: reuse the cache of equal prompt beginnings.
     dtype: "bfloat16" or "float32"; None takes the checkpoint's.
     seed: key of the noise of requests that bring no seed, and of random weights.
-    attention_backend: "auto", or one of "triton", "xla", "reference", "triton_interpret" (slow, anywhere: for tests);
-        one that can't run here gives way to "xla" with a warning.
+    attention_backend: "auto", or one of "triton", "mosaic" (Hopper), "xla", "reference", "triton_interpret" and
+        "mosaic_interpret" (slow, anywhere: for tests); one that can't run here gives way to another with a warning.
     async_steps: steps dispatched ahead of the one whose tokens are read; 0 reads each step at once.
     decode_buckets, token_buckets: padded batch sizes and token counts to compile; None takes the default tables.
     enable_processors: serve everything that SamplingParams can ask for; False only temperature, seeds and stops, which

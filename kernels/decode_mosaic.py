@@ -25,15 +25,13 @@ from jax.experimental.pallas import triton
 
 from .decode_mosaic_roles import RUNS, STAGES, TILE, Run, consume, produce
 from .device import num_sms
-from .mosaic_tiles import COLUMNS, ROWS
+from .mosaic_tiles import COLUMNS, ROWS, TRANSFORMS
+from .precision import LOG2_E
 from .shapes import MOSAIC_BLOCK_SIZES, MOSAIC_HEAD_DIMS
 from .triton_tiles import next_power_of_two
 
 HEAD_DIMS = MOSAIC_HEAD_DIMS["decode_attention"]
 FIELDS = 6  # of a run, see `_runs`
-# pyright takes a method of jax's protocol for one to be written here
-_TRANSFORMS = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
-_LOG2_E = 1.4426950408889634
 
 
 def decode_attention(
@@ -75,18 +73,18 @@ def _launch(layers, q, kv, tables, lens, *, scale: float, programs: int, interpr
         me = lax.axis_index("warpgroup")
         run = lax.rem(me, RUNS)
         index = lax.axis_index("sm") * RUNS + run
-        p = Run(scale * _LOG2_E, num_blocks, kv_heads, group, interpret, run, index, *refs)
+        p = Run(scale * LOG2_E, num_blocks, kv_heads, group, interpret, run, index, *refs)
         pl.when(me >= RUNS)(lambda: produce(p))
         pl.when(me < RUNS)(lambda: consume(p))
 
     chunks = head_dim // COLUMNS
     copies = max(1, TILE // block_size)
-    tiles = plgpu.SMEM((RUNS, 2, chunks, ROWS, COLUMNS), q.dtype, transforms=_TRANSFORMS)
+    tiles = plgpu.SMEM((RUNS, 2, chunks, ROWS, COLUMNS), q.dtype, transforms=TRANSFORMS)
     padded = next_power_of_two(group)  # so that both views of the memory have the same strides
-    heads = plgpu.SMEM((RUNS, 2, chunks, ROWS // padded, padded, COLUMNS), q.dtype, transforms=_TRANSFORMS[1:])
+    heads = plgpu.SMEM((RUNS, 2, chunks, ROWS // padded, padded, COLUMNS), q.dtype, transforms=TRANSFORMS[1:])
     parts = plgpu.SMEM((RUNS, 2, ROWS, COLUMNS * chunks // 2), jnp.float32)
     rows = (tiles, heads, parts) if interpret else plgpu.RefUnion(tiles, heads, parts)
-    rings = tuple(plgpu.SMEM((RUNS, n, TILE, head_dim), q.dtype, transforms=_TRANSFORMS) for n in STAGES)
+    rings = tuple(plgpu.SMEM((RUNS, n, TILE, head_dim), q.dtype, transforms=TRANSFORMS) for n in STAGES)
     scratch = [
         rows,
         rings,
@@ -97,7 +95,7 @@ def _launch(layers, q, kv, tables, lens, *, scale: float, programs: int, interpr
         plgpu.SMEM((RUNS, ROWS), jnp.float32),
     ]
     if interpret:
-        scratch.append(plgpu.SMEM((RUNS, ROWS, TILE), q.dtype, transforms=_TRANSFORMS))
+        scratch.append(plgpu.SMEM((RUNS, ROWS, TILE), q.dtype, transforms=TRANSFORMS))
     launch = plgpu.kernel(
         kernel,
         out_type=(

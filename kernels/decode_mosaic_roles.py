@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .mosaic_tiles import COLUMNS, ROWS, as_operand, online_softmax, zero_rows
+from .mosaic_tiles import COLUMNS, ROWS, as_operand, copy_pages, online_softmax, page_blocks, zero_tail
 
 TILE = 64  # context tokens of a kv tile
 RUNS = 2  # of a multiprocessor
@@ -90,7 +90,6 @@ def produce(p: Run) -> None:
     """Queries, keys and values of every piece, as far ahead as there is room."""
     plgpu.set_max_registers(REGISTERS[0], action="decrease")
     block_size, layer = p.kv.shape[1], p.layer[0]
-    page = min(TILE, block_size)
 
     def work(pieces, done, seq, head, context, first_tile, count):
         buffer = lax.rem(pieces, 2)
@@ -103,6 +102,7 @@ def produce(p: Run) -> None:
 
         def step(index, _):
             start = (first_tile + index) * TILE
+            blocks = page_blocks(p.tables, seq, start, last_block, tile=TILE, block_size=block_size)
             for part in (0, 1):
                 slot = p.slot(part, done + index)
                 pl.when(done + index >= STAGES[part])(
@@ -111,12 +111,7 @@ def produce(p: Run) -> None:
                 partial = (context < start + TILE) & (part == 1)
                 full = p.full_at(part, jnp.where(partial, STAGES[part], slot))
                 base = (2 * layer + part) * p.num_blocks
-                for i in range(TILE // page):
-                    # behind the context: the last block again, never a stale entry
-                    block = p.tables[seq, jnp.minimum(lax.div(start, block_size) + i, last_block)]
-                    rows = pl.ds(lax.rem(start, block_size) if block_size > page else 0, page)
-                    source = p.kv.at[(base + block) * p.kv_heads + head, rows]
-                    plgpu.copy_gmem_to_smem(source, p.rings[part].at[p.run, slot, pl.ds(i * page, page)], full)
+                copy_pages(p.kv, base, blocks, p.kv_heads, head, start, p.rings[part].at[p.run, slot], full)
 
         lax.fori_loop(0, count, step, None)
         end = (first_tile + count) * TILE
@@ -124,11 +119,8 @@ def produce(p: Run) -> None:
         @pl.when(context < end)  # 0 * NaN is NaN: rows of values behind the context may hold anything
         def _():
             slot = p.slot(1, done + count - 1)
-            plgpu.barrier_wait(p.full_at(1, STAGES[1]))
-            zero_rows(p.rings[1].at[p.run, slot], context - (end - TILE))
-            plgpu.commit_smem()
-            for _ in range(TILE // page):
-                plgpu.barrier_arrive(p.full_at(1, slot))
+            copied, full, pages = p.full_at(1, STAGES[1]), p.full_at(1, slot), max(1, TILE // block_size)
+            zero_tail(p.rings[1].at[p.run, slot], context - (end - TILE), copied, full, pages)
 
     pieces, done = p.each_piece(work)
     for part in (0, 1):  # every completion of a barrier has to be awaited

@@ -30,9 +30,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import decode_table
-from .device import num_sms
+from .device import device_kind, num_sms
+from .precision import LOG2_E
 from .triton_tiles import (
-    LOG2_E,
     MIN_DOT,
     as_rows,
     dot,
@@ -71,11 +71,11 @@ def decode_config(
     width: int,
     itemsize: int,
     sms: int,
-    device_kind: str = decode_table.DEFAULT,
+    kind: str = decode_table.DEFAULT,
 ) -> DecodeConfig:
     """The measured default for a shape: the table's row, and a tile that fits blocks and shared memory."""
     pairs = batch * kv_heads
-    row = decode_table.row_for(pairs, device_kind)
+    row = decode_table.row_for(pairs, kind)
     tile = min(row.tile, 32) if itemsize == 4 else row.tile
     while tile > MIN_DOT and tile * head_dim * itemsize > 32 << 10:  # one stage of keys in shared memory
         tile //= 2
@@ -116,7 +116,7 @@ def decode_attention(
     kv_heads, block_size = kv.shape[3:5]
     if config is None:
         width, itemsize = block_tables.shape[1], kv.dtype.itemsize
-        config = decode_config(batch, kv_heads, head_dim, block_size, width, itemsize, num_sms())
+        config = decode_config(batch, kv_heads, head_dim, block_size, width, itemsize, num_sms(), device_kind())
     group = num_heads // kv_heads
     rows = min(MAX_ROWS, max(MIN_DOT, next_power_of_two(group)))
     head_blocks = kv_heads * pl.cdiv(group, rows)
@@ -231,12 +231,12 @@ def _decode_kernel(
 
             @pl.when(before == num_splits - 1)
             def _last():
-                heads = jnp.minimum(group - row_in_group, rows)
                 combine = functools.partial(_combine, out_ref, part_ref, weight_ref, seq, num_splits, config.max_splits)
                 if group <= 8:  # unrolled: the loads of all heads are in flight together
                     for index in range(group):
                         combine(first_row + index)
                 else:
+                    heads = jnp.minimum(group - row_in_group, rows)
                     lax.fori_loop(0, heads, lambda index, _: combine(first_row + index), None)
                 arrivals_ref[seq, head_block] = 0
 

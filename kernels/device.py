@@ -13,3 +13,11 @@ def num_sms() -> int:
     if jax.default_backend() == "gpu":
         return getattr(jax.devices()[0], "core_count", None) or _DEFAULT_NUM_SMS
     return _DEFAULT_NUM_SMS
+
+
+def device_kind() -> str:
+    """The kind of that GPU ("NVIDIA H200"), "" where there is none."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.device_kind:
+        return device.device_kind
+    return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else ""

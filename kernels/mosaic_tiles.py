@@ -12,6 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # what one wgmma takes
 COLUMNS = 64  # of a copy: 128 bytes, the swizzle
+# wgmma's tiles in shared memory (pyright takes a method of jax's protocol for one to be written here)
+TRANSFORMS = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
 
 def causal(scores: jax.Array, position, heads: int) -> jax.Array:
@@ -45,6 +47,37 @@ def online_softmax(scores: jax.Array, factor: float, state):
 def as_operand(weights: jax.Array, dtype) -> jax.Array:
     """In the dtype of wgmma's other operand, converted here and neither earlier nor later."""
     return lax.optimization_barrier(lax.optimization_barrier(weights).astype(dtype))
+
+
+def page_blocks(tables_ref, seq, first, last_block, *, tile: int, block_size: int) -> list:
+    """The blocks of a kv tile's pages, from context token `first` on.
+
+    Behind the context it is the last block again, never a stale entry. Read it before a wait: global memory is slow.
+    """
+    first_block = lax.div(first, block_size)
+    return [tables_ref[seq, jnp.minimum(first_block + i, last_block)] for i in range(max(1, tile // block_size))]
+
+
+def copy_pages(kv_ref, base, blocks, kv_heads: int, head, first, ring_ref, full) -> None:
+    """One kv head's pages of `blocks` to ring_ref [tile, D], each arriving at barrier `full`.
+
+    kv_ref [rows, P, D]: block b's heads are the rows from (base + b) * kv_heads on. first: the tile's first token.
+    """
+    tile, block_size = ring_ref.shape[0], kv_ref.shape[1]
+    page = min(tile, block_size)
+    rows = pl.ds(lax.rem(first, block_size) if block_size > page else 0, page)
+    for i, block in enumerate(blocks):
+        source = kv_ref.at[(base + block) * kv_heads + head, rows]
+        plgpu.copy_gmem_to_smem(source, ring_ref.at[pl.ds(i * page, page)], full)
+
+
+def zero_tail(ring_ref, used, copied, full, pages: int) -> None:
+    """A partial tile of values: awaits its pages at `copied`, zeroes its rows from `used` on, and says `full`."""
+    plgpu.barrier_wait(copied)
+    zero_rows(ring_ref, used)
+    plgpu.commit_smem()
+    for _ in range(pages):
+        plgpu.barrier_arrive(full)
 
 
 def zero_rows(ring_ref, used) -> None:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+LOG2_E = 1.4426950408889634  # a softmax in base 2: exp(x) = exp2(x * LOG2_E)
+
 
 def dot_precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
     """The `precision=` of a dot whose operands have `dtype`: HIGHEST for float32, None (native) for 16-bit types."""

@@ -25,16 +25,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .device import num_sms
-from .mosaic_tiles import COLUMNS, ROWS, zeroes_pads
+from .mosaic_tiles import COLUMNS, ROWS, TRANSFORMS, zeroes_pads
+from .precision import LOG2_E
 from .prefill_mosaic_program import Program
 from .prefill_mosaic_roles import REGISTERS, consume, produce
 from .shapes import MOSAIC_BLOCK_SIZES, MOSAIC_HEAD_DIMS
 
-# pyright takes a method of jax's protocol for one to be written here
 HEAD_DIMS = MOSAIC_HEAD_DIMS["ragged_attention"]
-_TRANSFORMS = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 _THREAD = "warpgroup"
-_LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,7 @@ def _launch(
 
     def kernel(*refs):
         program = Program(
-            config, scale * _LOG2_E, num_consumers, num_blocks, kv_heads, interpret, jax.lax.axis_index("sm"), *refs
+            config, scale * LOG2_E, num_consumers, num_blocks, kv_heads, interpret, jax.lax.axis_index("sm"), *refs
         )
         me = jax.lax.axis_index(_THREAD)
         pl.when(me == num_consumers)(lambda: produce(program))
@@ -171,11 +169,11 @@ def _scratch(config: PrefillConfig, num_consumers: int, head_dim: int, block_siz
 
     def rows(items: int):
         blocks = items, num_consumers, chunks
-        tiles = plgpu.SMEM((*blocks, ROWS, COLUMNS), dtype, transforms=_TRANSFORMS)
-        tokens = plgpu.SMEM((*blocks, ROWS // config.heads, config.heads, COLUMNS), dtype, transforms=_TRANSFORMS[1:])
+        tiles = plgpu.SMEM((*blocks, ROWS, COLUMNS), dtype, transforms=TRANSFORMS)
+        tokens = plgpu.SMEM((*blocks, ROWS // config.heads, config.heads, COLUMNS), dtype, transforms=TRANSFORMS[1:])
         return (tiles, tokens) if interpret else plgpu.RefUnion(tiles, tokens)
 
-    ring = plgpu.SMEM((stages, config.tile, head_dim), dtype, transforms=_TRANSFORMS)
+    ring = plgpu.SMEM((stages, config.tile, head_dim), dtype, transforms=TRANSFORMS)
     copies = max(1, config.tile // block_size)
     full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages + 1)  # the last one is the producer's own
     free = plgpu.Barrier(num_arrivals=num_consumers, num_barriers=stages)
@@ -190,5 +188,5 @@ def _scratch(config: PrefillConfig, num_consumers: int, head_dim: int, block_siz
         plgpu.SMEM((num_consumers, ROWS), jnp.float32),
     ]
     if interpret:
-        scratch.append(plgpu.SMEM((num_consumers, ROWS, config.tile), dtype, transforms=_TRANSFORMS))
+        scratch.append(plgpu.SMEM((num_consumers, ROWS, config.tile), dtype, transforms=TRANSFORMS))
     return scratch

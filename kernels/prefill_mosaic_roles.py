@@ -24,7 +24,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .mosaic_tiles import COLUMNS, ROWS, as_operand, causal, online_softmax, store_tokens, zero_pads, zero_rows
+from .mosaic_tiles import (
+    COLUMNS,
+    ROWS,
+    as_operand,
+    causal,
+    copy_pages,
+    online_softmax,
+    page_blocks,
+    store_tokens,
+    zero_pads,
+    zero_tail,
+)
 from .prefill_mosaic_program import Program
 
 REGISTERS = {1: None, 2: (24, 240), 3: (32, 160)}  # by consumers: of a producer's thread, of a consumer's
@@ -36,19 +47,7 @@ def produce(program: Program) -> None:
     if registers := REGISTERS[p.num_consumers]:
         plgpu.set_max_registers(registers[0], action="decrease")
     tile, stages, block_size = config.tile, config.num_stages, p.kv.shape[1]
-    page = min(tile, block_size)
     layer = p.layer[0]
-
-    def blocks_of(seq, first, last_block):
-        first_block = lax.div(first, block_size)  # behind the context: the last block again, never a stale entry
-        return [p.tables[seq, jnp.minimum(first_block + i, last_block)] for i in range(tile // page)]
-
-    def copy_tile(part, slot, full, blocks, head, first):
-        base = (2 * layer + part) * p.num_blocks
-        rows = pl.ds(lax.rem(first, block_size) if block_size > page else 0, page)
-        for i, block in enumerate(blocks):
-            source = p.kv.at[(base + block) * p.kv_heads + head, rows]
-            plgpu.copy_gmem_to_smem(source, p.rings[part].at[slot, pl.ds(i * page, page)], full)
 
     def copy_queries(place, start, first_head):
         size = min(p.width, p.q.shape[0])
@@ -69,23 +68,22 @@ def produce(program: Program) -> None:
 
         def step(index, _):
             slot = p.slot(done + index)
-            blocks = blocks_of(seq, index * tile, last_block)  # before the waits: global memory is slow
+            blocks = page_blocks(p.tables, seq, index * tile, last_block, tile=tile, block_size=block_size)
             for part in (0, 1):
                 pl.when(done + index >= stages)(lambda part=part: plgpu.barrier_wait(p.free[part].at[slot]))
                 partial = (context < (index + 1) * tile) & (part == 1)
                 full = p.full[part].at[jnp.where(partial, stages, slot)]
-                copy_tile(part, slot, full, blocks, head, index * tile)
+                base = (2 * layer + part) * p.num_blocks
+                copy_pages(p.kv, base, blocks, p.kv_heads, head, index * tile, p.rings[part].at[slot], full)
 
         lax.fori_loop(0, num_tiles, step, None)
 
         @pl.when(context < num_tiles * tile)
         def _():
             slot = p.slot(done + num_tiles - 1)
-            plgpu.barrier_wait(p.full[1].at[stages])
-            zero_rows(p.rings[1].at[slot], context - (num_tiles - 1) * tile)
-            plgpu.commit_smem()
-            for _ in range(tile // page):
-                plgpu.barrier_arrive(p.full[1].at[slot])
+            full, used = p.full[1], context - (num_tiles - 1) * tile
+            pages = max(1, tile // block_size)
+            zero_tail(p.rings[1].at[slot], used, full.at[stages], full.at[slot], pages)
 
     items, tiles = p.each_item(work)
 

@@ -26,7 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from .triton_tiles import LOG2_E, MIN_DOT, as_rows, dot, load_kv_tile, next_power_of_two, online_softmax_step
+from .precision import LOG2_E
+from .triton_tiles import MIN_DOT, as_rows, dot, load_kv_tile, next_power_of_two, online_softmax_step
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from jax.experimental.pallas import triton as plgpu
 
 from .precision import dot_precision
 
-LOG2_E = 1.4426950408889634
 MIN_DOT = 16  # Triton's dot wants at least 16 rows, columns and inner elements
 
 
