@@ -43,7 +43,7 @@ _CHAINS = {  # who is asked in turn, operation by operation; the last one never 
 _AUTO = {  # the chains of "auto": the fastest of what has run whole engines on the H200
     "write_kv": "triton",
     "decode_attention": "triton",
-    "ragged_attention": "triton",  # mosaic's kernel is twice as fast, but has only run alone
+    "ragged_attention": "mosaic",
 }
 _MIN_TRITON_CAPABILITY = 80  # bfloat16 dots
 _MOSAIC_CAPABILITY = 90  # wgmma: Hopper alone

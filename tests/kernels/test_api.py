@@ -25,7 +25,8 @@ def names(resolved: kernels.ResolvedBackends) -> tuple[str, str, str]:
 
 
 def test_auto_is_what_measures_best_on_a_gpu_and_xla_on_a_cpu() -> None:
-    assert names(resolve("auto")) == ("triton", "triton", "triton")
+    assert names(resolve("auto")) == ("triton", "triton", "mosaic")
+    assert names(resolve("auto", dtype="float32")) == ("triton", "triton", "triton")
     on_ampere = resolve("mosaic", device_kind="NVIDIA A100", compute_capability="8.0")
     assert names(on_ampere) == ("triton", "triton", "triton")
     assert "instead of mosaic for decode_attention, ragged_attention on NVIDIA A100" in on_ampere.reason
