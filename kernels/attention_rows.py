@@ -30,6 +30,10 @@ def invariant_attention(
     del tile_seq, tile_start, query_tile
     seq, visible = token_contexts(context_lens, query_start, q.shape[0])
     attend = functools.partial(xla.decode_attention, scale=scale)
+    # whole chunks, and more than one of them: the walk over a context doesn't depend on the table's width either
+    chunk = max(1, xla.CHUNK_TOKENS // kv.shape[4])
+    width = max(2, -(-block_tables.shape[1] // chunk)) * chunk
+    block_tables = jnp.pad(block_tables, ((0, 0), (0, width - block_tables.shape[1])))
 
     def one(row: jax.Array, table: jax.Array, context: jax.Array) -> jax.Array:
         return attend(row, kv, layer, table, context, jnp.zeros((1, q.shape[1]), jnp.int32))[0]

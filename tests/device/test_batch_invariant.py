@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxvllm import Engine, RequestOutput, SamplingParams
+from jaxvllm import Engine, ModelConfig, RequestOutput, SamplingParams
 from jaxvllm.config import ConfigError
-from tests.device.support import MODEL, make_engine, random_prompts
+from tests.device.support import VOCAB, make_engine, random_prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+MODEL = ModelConfig(vocab_size=VOCAB, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
+                    num_attention_heads=4, num_key_value_heads=2, head_dim=64, dtype="float32",
+                    max_position_embeddings=128)  # fmt: skip
 PROMPTS = random_prompts(6, seed=5, low=2, high=60)
 PROMPTS.append(PROMPTS[2] + [7, 7, 3])  # begins as another one does: a prefix hit
 WISHES: list[dict[str, Any]] = [
@@ -32,14 +35,15 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "many buckets": {"decode_buckets": (1, 2, 3, 8), "token_buckets": (8, 16, 64), "max_num_seqs": 8},
     "chunks of 5": {"max_num_batched_tokens": 5},
     "chunks of 16, mixed with decoding": {"max_num_batched_tokens": 16, "scheduling_policy": "running_first"},
-    "preemption": {"num_blocks": 34, "scheduling_policy": "running_first"},
-    "preemption, no prefix cache": {"num_blocks": 34, "enable_prefix_caching": False, "async_steps": 0},
+    "preemption": {"num_blocks": 20, "scheduling_policy": "running_first"},
+    "preemption, no prefix cache": {"num_blocks": 20, "enable_prefix_caching": False, "async_steps": 0},
 }
+CASES = [("bfloat16", name) for name in SCHEDULES] + [("float32", "many buckets"), ("float32", "preemption")]
 
 
 def engine(dtype: str, backend: str = "xla", **options: Any) -> Engine:
     defaults = {"batch_invariant": True, "enable_processors": True, "warmup": False, "max_logprobs": 3}
-    return make_engine(**defaults | {"dtype": dtype, "attention_backend": backend} | options)
+    return make_engine(MODEL, **defaults | {"dtype": dtype, "attention_backend": backend} | options)
 
 
 def numbers(output: RequestOutput) -> tuple[Any, ...]:
@@ -56,7 +60,7 @@ def run(llm: Engine, chosen: list[int] | range = range(len(PROMPTS))) -> list[tu
 
 
 def alone(dtype: str, backend: str = "xla", **options: Any) -> list[tuple[Any, ...]]:
-    """Each request alone, from an empty prefix cache, in the smallest decode bucket; and its score."""
+    """Each request alone, from an empty prefix cache, in the smallest decode bucket."""
     with engine(dtype, backend, decode_buckets=(1, 4), **options) as llm:
         found = []
         for i in range(len(PROMPTS)):
@@ -65,14 +69,14 @@ def alone(dtype: str, backend: str = "xla", **options: Any) -> list[tuple[Any, .
         return found
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def expected(request: pytest.FixtureRequest) -> tuple[str, list[tuple[Any, ...]]]:
-    return request.param, alone(request.param)
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[tuple[Any, ...]]]:
+    return {dtype: alone(dtype) for dtype in ("bfloat16", "float32")}
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_gives_the_same_bits(name: str, expected: tuple[str, list[tuple[Any, ...]]]) -> None:
-    dtype, want = expected
+@pytest.mark.parametrize(("dtype", "name"), CASES, ids=": ".join)
+def test_every_schedule_gives_the_same_bits(dtype: str, name: str, expected: dict[str, list[tuple[Any, ...]]]) -> None:
+    want = expected[dtype]
     with engine(dtype, **SCHEDULES[name]) as llm:
         assert run(llm) == want
         stats = llm.stats()
@@ -82,15 +86,14 @@ def test_every_schedule_gives_the_same_bits(name: str, expected: tuple[str, list
             assert llm.stats()["prefix_hit_tokens"] > stats["prefix_hit_tokens"]
 
 
-def test_a_score_is_what_sampling_said(expected: tuple[str, list[tuple[Any, ...]]]) -> None:
-    """A token's log-probability in a decode step is that in a prompt, whole or in chunks of 7."""
-    dtype, want = expected
-    with engine(dtype) as whole, engine(dtype, max_num_batched_tokens=7) as chunked:
-        for i, (ids, tables) in enumerate(want):
-            tokens = [*PROMPTS[i], *ids]
+@pytest.mark.parametrize("size", [7, 64])
+def test_a_score_is_what_sampling_said(size: int, expected: dict[str, list[tuple[Any, ...]]]) -> None:
+    """A token's log-probability in a decode step is that in a prompt, whole or in chunks."""
+    with engine("bfloat16", max_num_batched_tokens=size) as llm:
+        for prompt, (ids, tables) in zip(PROMPTS, expected["bfloat16"], strict=True):
+            tokens = [*prompt, *ids]
             sampled = [table[token][0] for token, table in zip(tokens[1:], tables[1:], strict=True)]
-            np.testing.assert_array_equal(whole.score(tokens), np.float32(sampled))
-            np.testing.assert_array_equal(chunked.score(tokens), np.float32(sampled))
+            np.testing.assert_array_equal(llm.score(tokens), np.float32(sampled))
 
 
 @pytest.mark.parametrize("shards", [2])
@@ -122,4 +125,4 @@ def test_the_default_is_not_invariant() -> None:
 
 def test_it_must_be_a_bool() -> None:
     with pytest.raises(ConfigError, match="batch_invariant='yes' must be True or False"):
-        make_engine(MODEL, batch_invariant="yes")
+        engine("float32", batch_invariant="yes")
