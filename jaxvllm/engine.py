@@ -56,8 +56,7 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
     seed: key of the noise of requests that bring no seed, and of random weights.
     attention_backend: "auto", or one of "triton", "mosaic" (Hopper), "xla", "reference", "triton_interpret" and
         "mosaic_interpret" (slow, anywhere: for tests); one that can't run here gives way to another with a warning.
-    batch_invariant: a request's tokens and log-probabilities are the same to the last bit whatever else is in the
-        batch and however its tokens are scheduled; slower.
+    batch_invariant: the same tokens and log-probabilities to the last bit, whatever else is in a batch; slower.
     async_steps: steps dispatched ahead of the one whose tokens are read; 0 reads each step at once.
     decode_buckets, token_buckets: padded batch sizes and token counts to compile; None takes the default tables.
     enable_processors: serve everything that SamplingParams can ask for; False only temperature, seeds and stops, which

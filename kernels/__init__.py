@@ -219,7 +219,7 @@ def rope_tables(
 
 
 def sum_exp(logits: jax.Array, peak: jax.Array, *, backend: str) -> jax.Array:
-    """logits float32 [B, V], peak [B] -> sums of exp(logits - peak) over fixed pieces: [B, C]. backend: a Triton one."""
+    """logits float32 [B, V], peak [B] -> sums of exp(logits - peak) in fixed pieces [B, C]. backend: a Triton one."""
     return implementation("sum_exp", backend)(logits, peak)
 
 

@@ -91,6 +91,4 @@ def log_sum(peak: jax.Array, pieces: jax.Array, *, interpret: bool = False) -> j
 def _log_sum_kernel(peak_ref, pieces_ref, out_ref):
     row, size = pl.program_id(0), pieces_ref.shape[1]
     piece = lax.iota(jnp.int32, next_power_of_two(size))
-    out_ref[row] = peak_ref[row] + jnp.log(
-        jnp.sum(plgpu.load(pieces_ref.at[row, piece], mask=piece < size, other=0.0))
-    )
+    out_ref[row] = peak_ref[row] + jnp.log(jnp.sum(plgpu.load(pieces_ref.at[row, piece], mask=piece < size, other=0.0)))

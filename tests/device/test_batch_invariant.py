@@ -6,6 +6,7 @@ in what has changed sums before: batch and bucket, borders of chunks, prefix hit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 CASES = [*(("bfloat16", name) for name in SCHEDULES), ("float32", "chunks of 16, mixed with decoding")]
 
 
+ALL = range(len(PROMPTS))
+
+
 def engine(dtype: str, backend: str = "xla", **options: Any) -> Engine:
     defaults = {"batch_invariant": True, "enable_processors": True, "warmup": False, "max_logprobs": 3,
                 "num_blocks": 20}  # fmt: skip
@@ -55,7 +59,7 @@ def numbers(output: RequestOutput) -> tuple[Any, ...]:
     return completion.token_ids, flat
 
 
-def run(llm: Engine, chosen: list[int] | range = range(len(PROMPTS))) -> list[tuple[Any, ...]]:
+def run(llm: Engine, chosen: Sequence[int] = ALL) -> list[tuple[Any, ...]]:
     params = [PARAMS[i] for i in chosen]
     return [numbers(output) for output in llm.generate([PROMPTS[i] for i in chosen], params, use_tqdm=False)]
 
@@ -94,7 +98,7 @@ def test_a_score_is_what_sampling_said(size: int, expected: dict[str, list[tuple
         for prompt, (ids, tables) in zip(PROMPTS, expected["bfloat16"], strict=True):
             tokens = [*prompt, *ids]
             sampled = [table[token][0] for token, table in zip(tokens[1:], tables[1:], strict=True)]
-            np.testing.assert_array_equal(llm.score(tokens), np.float32(sampled))
+            np.testing.assert_array_equal(llm.score(tokens), np.array(sampled, np.float32))
 
 
 @pytest.mark.parametrize("shards", [2])

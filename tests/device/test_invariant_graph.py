@@ -78,8 +78,9 @@ def sums_of_steps(architecture: str, backend: str, tp: int, *, invariant: bool) 
                                 (processed, *both, (knobs,))]  # fmt: skip
         if bucket.kind == "ragged":
             targets = (jax.ShapeDtypeStruct((bucket.num_tokens,), jnp.int32),)
-            functions += [(make_score(layout, model, backends, TP), state, STATE_SPECS, targets),
-                          (make_prompt_logprobs(layout, model, engine, backends, TP), state, STATE_SPECS, targets)]  # fmt: skip
+            score = make_score(layout, model, backends, TP)
+            prompt = make_prompt_logprobs(layout, model, engine, backends, TP)
+            functions += [(one, state, STATE_SPECS, targets) for one in (score, prompt)]
         for function, states, state_specs, extra in functions:
             mapped = spmd(function, mesh, (specs, state_specs, P(), *(P() for _ in extra)), (state_specs, P()))
             buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)

@@ -1,4 +1,4 @@
-"""batch_invariant on a GPU: tokens and log-probabilities in bfloat16 are the same bits in every schedule (make test-gpu).
+"""batch_invariant on a GPU: in bfloat16, tokens and log-probabilities are the same bits in every schedule.
 
 Four layers of a full-size model's shapes; each request alone against all together, in other buckets, in chunks with odd
 borders, mixed with decoding, after prefix hits and preemptions; a decode step's numbers against those of a prompt.
@@ -38,7 +38,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "odd chunks": {"max_num_batched_tokens": 333, "token_buckets": (64, 333)},
     "chunks mixed with decoding": {"max_num_batched_tokens": 512, "token_buckets": (16, 512),
                                    "scheduling_policy": "running_first"},
-    "preemption": {"num_blocks": 60, "decode_buckets": (4, 16), "enable_prefix_caching": False},
+    "preemption": {"num_blocks": 52, "decode_buckets": (4, 16), "enable_prefix_caching": False},
 }  # fmt: skip
 
 
@@ -71,8 +71,8 @@ def test_every_schedule_gives_the_same_bits_cut(model: str, backend: str) -> Non
             for i, (prompt, (ids, tables)) in enumerate(zip(PROMPTS, want, strict=True)):
                 sampled = [table[token][0] for token, table in zip(ids, tables[-len(ids) :], strict=True)]
                 score = llm.score([*prompt, *ids])[len(prompt) - 1 :]
-                if not np.array_equal(score, np.float32(sampled)):
-                    apart = np.abs(score - np.float32(sampled))
+                apart = np.abs(score - np.array(sampled, np.float32))
+                if apart.any():
                     wrong.append(f"{name}: score of request {i}: {np.count_nonzero(apart)} apart, max {apart.max()}")
     assert not wrong, f"{jax.devices()[0].device_kind}, {backend}: " + "\n".join(wrong)
 

@@ -85,7 +85,11 @@ def test_rope_write_is_the_plain_rotation_and_write() -> None:
     qkv, kv = draw(rng, tokens, kv_heads, groups + 2, head_dim, dtype="float32"), np.zeros((2, 2, 4, 2, 4, 32), "f4")
     angles = rng.uniform(0, 7, (tokens, head_dim // 2))
     cos, sin, slots = np.cos(angles).astype("f4"), np.sin(angles).astype("f4"), np.arange(tokens, dtype=np.int32) + 3
-    write = jax.jit(lambda *args: kernels.rope_write(*args, jnp.int32(1), slots, backend=backend()))
+
+    @jax.jit
+    def write(qkv: Any, cos: Any, sin: Any, kv: Any) -> tuple[jax.Array, jax.Array]:
+        return kernels.rope_write(qkv, cos, sin, kv, jnp.int32(1), jnp.asarray(slots), backend=backend())
+
     queries, cache = write(qkv, cos, sin, kv)
     left, right = np.split(qkv, 2, axis=-1)
     c, s = cos[:, None, None], sin[:, None, None]
