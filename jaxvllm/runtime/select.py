@@ -67,16 +67,22 @@ def nucleus_in_whole_numbers(keys: jax.Array, weights: jax.Array, top_p: jax.Arr
                              ) -> jax.Array:  # fmt: skip
     """``nucleus`` by sums of int32, which have one result in any order; weights float32 in 0..1, at most 2^19 ids.
 
-    A weight is cut to a multiple of 2^-30 of (a bound on) the row's mass: of 150,000 equal ones the seventh part of a
-    thousandth is lost, of less flat rows less.
+    A weight is rounded to a multiple of 2^-30 of the row's mass, which is found from coarse to fine: at first only a
+    bound is known that many small weights make loose.
     """
-    rough = total(jnp.sum((weights * 2.0**COARSE_BITS).astype(jnp.int32), axis=-1))
-    bound = rough + total(jnp.sum(weights > 0, axis=-1, dtype=jnp.int32))  # a cut takes less than 1 from each
-    scale = 2.0 ** (COARSE_BITS + 30) / jnp.maximum(bound, 1).astype(jnp.float32)
-    whole = (weights * scale[:, None]).astype(jnp.int32)
+    count = total(jnp.sum(weights > 0, axis=-1, dtype=jnp.int32))
+    scale = jnp.full(count.shape, 2.0**COARSE_BITS)
+    for _ in range(2):
+        bound = total(jnp.sum(_whole(weights, scale), axis=-1)) + count  # rounding takes at most half of 1 from each
+        scale = scale * (2.0**30 / jnp.maximum(bound, 1).astype(jnp.float32))
+    whole = _whole(weights, scale)
     mass = total(jnp.sum(whole, axis=-1))
     needed = jnp.ceil(top_p * mass.astype(jnp.float32)).astype(jnp.int32)
     return threshold(keys, whole, jnp.clip(needed, 1, mass), total, unroll=unroll)
+
+
+def _whole(weights: jax.Array, scale: jax.Array) -> jax.Array:
+    return jnp.round(weights * scale[:, None]).astype(jnp.int32)
 
 
 def top_n(values: jax.Array, ids: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:

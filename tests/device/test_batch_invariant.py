@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxvllm import Engine, ModelConfig, RequestOutput, SamplingParams
 from jaxvllm.config import ConfigError
+from jaxvllm.runtime.select import nucleus_in_whole_numbers, sort_keys
 from tests.device.support import VOCAB, make_engine, random_prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -144,3 +146,18 @@ def test_the_default_is_not_invariant(invariant: bool) -> None:
 def test_it_must_be_a_bool() -> None:
     with pytest.raises(ConfigError, match="batch_invariant='yes' must be True or False"):
         engine("float32", batch_invariant="yes")
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 12.0])
+def test_a_nucleus_in_whole_numbers_is_the_one_of_float64(spread: float) -> None:
+    """The smallest set of the most probable that holds top_p of the mass, but for a ten thousandth of it."""
+    rng = np.random.default_rng(int(spread * 10))
+    logits = np.sort(rng.normal(size=(6, 150_000)) * spread)[:, ::-1]
+    weights = np.exp(logits - logits[:, :1]).astype(np.float32)
+    top_p = np.array([0.01, 0.5, 0.9, 0.99, 0.999, 1e-9], np.float32)
+    keys = np.asarray(sort_keys(jnp.asarray(weights)))
+    low = nucleus_in_whole_numbers(jnp.asarray(keys), jnp.asarray(weights), top_p, lambda x: x, unroll=False)
+    for row, kept in enumerate(keys >= np.asarray(low)[:, None]):
+        mass = weights[row].astype(np.float64) / weights[row].sum(dtype=np.float64)
+        rest = mass[kept][mass[kept] > mass[kept].min()].sum()  # without the least probable of them
+        assert mass[kept].sum() >= top_p[row] - 1e-4 and rest < top_p[row] + 1e-4
