@@ -156,8 +156,8 @@ def test_a_nucleus_in_whole_numbers_is_the_one_of_float64(spread: float) -> None
     weights = np.exp(logits - logits[:, :1]).astype(np.float32)
     top_p = np.array([0.01, 0.5, 0.9, 0.99, 0.999, 1e-9], np.float32)
     keys = np.asarray(sort_keys(jnp.asarray(weights)))
-    arrays = (jnp.asarray(array) for array in (keys, weights, top_p))
-    low = nucleus_in_whole_numbers(*arrays, lambda x: x, unroll=False)
+    on_device = jnp.asarray(keys), jnp.asarray(weights), jnp.asarray(top_p)
+    low = nucleus_in_whole_numbers(*on_device, lambda x: x, unroll=False)
     for row, kept in enumerate(keys >= np.asarray(low)[:, None]):
         mass = weights[row].astype(np.float64) / weights[row].sum(dtype=np.float64)
         rest = mass[kept][mass[kept] > mass[kept].min()].sum()  # without the least probable of them
