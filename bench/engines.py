@@ -21,6 +21,7 @@ def engine_parser(doc: str | None) -> argparse.ArgumentParser:
     made.add_argument("--num-blocks", type=int, help="KV cache blocks (default: what fits)")
     made.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     made.add_argument("--attention-backend", default="auto")
+    made.add_argument("--batch-invariant", action="store_true", help="the same bits in any batch")
     made.add_argument("--async-steps", type=int, default=1)
     made.add_argument("--scheduling-policy", default="prefill_first", help="or running_first")
     made.add_argument(
@@ -45,6 +46,7 @@ ENGINE_OPTIONS = (
     "num_blocks",
     "gpu_memory_utilization",
     "attention_backend",
+    "batch_invariant",
     "async_steps",
     "scheduling_policy",
     "decode_buckets",
@@ -72,7 +74,8 @@ def make_engine(args: argparse.Namespace) -> TimedEngine:
 
 
 def label(args: argparse.Namespace) -> str:
-    """How rows name the configuration: "qwen3-8b tp2"; one device and the default policy aren't mentioned."""
+    """How rows name the configuration: "qwen3-8b tp2"; defaults aren't mentioned."""
     parallel = args.tensor_parallel_size
     policy = "" if args.scheduling_policy == "prefill_first" else f" {args.scheduling_policy}"
-    return args.config + (f" tp{parallel}" if parallel > 1 else "") + policy
+    invariant = " batch_invariant" if args.batch_invariant else ""
+    return args.config + (f" tp{parallel}" if parallel > 1 else "") + policy + invariant

@@ -188,6 +188,7 @@ class EngineConfig:
     dtype: str | None = None
     seed: int = 0
     attention_backend: str = "auto"
+    batch_invariant: bool = False
     async_steps: int = 1
     decode_buckets: tuple[int, ...] | None = None
     token_buckets: tuple[int, ...] | None = None
@@ -204,7 +205,7 @@ class EngineConfig:
         for name, low in (("num_blocks", 1), ("max_model_len", 2)):  # 2: a prompt token and an output token
             if getattr(self, name) is not None:
                 _check_int(problems, name, getattr(self, name), low)
-        for name in ("enable_prefix_caching", "enable_processors", "warmup"):
+        for name in ("enable_prefix_caching", "batch_invariant", "enable_processors", "warmup"):
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name}={getattr(self, name)!r} must be True or False")
         _check_int(problems, "async_steps", self.async_steps, 0)

@@ -98,7 +98,7 @@ def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable
     backends = resolve_backend(
         engine.attention_backend, platform=device.platform, device_kind=device.device_kind, head_dim=model.head_dim,
         block_size=engine.block_size, dtype=engine.dtype,
-        compute_capability=str(getattr(device, "compute_capability", "")),
+        compute_capability=str(getattr(device, "compute_capability", "")), invariant=engine.batch_invariant,
     )  # fmt: skip
     if backends.reason:
         named = engine.attention_backend != "auto"  # then there is a reason only when it gave way

@@ -15,19 +15,28 @@ import jax
 
 from .backends import BACKENDS, ResolvedBackends, implementation, resolve_backend
 from .precision import dot_precision, einsum
+from .rows import by_row
 from .shapes import check_decode, check_ragged, check_write
 
 __all__ = [
     "BACKENDS",
     "ResolvedBackends",
     "add_rms_norm",
+    "by_row",
     "decode_attention",
     "dot_precision",
     "einsum",
     "gumbel_argmax",
+    "invariant_attention",
+    "log_sum",
+    "matmul",
     "qk_norm_rope_write",
     "ragged_attention",
     "resolve_backend",
+    "rope_tables",
+    "rope_write",
+    "silu_mul",
+    "sum_exp",
     "write_kv",
 ]
 
@@ -111,6 +120,31 @@ def ragged_attention(
     )
 
 
+def invariant_attention(
+    q: jax.Array,
+    kv: jax.Array,
+    layer: int | jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_start: jax.Array,
+    tile_seq: jax.Array,
+    tile_start: jax.Array,
+    *,
+    scale: float,
+    query_tile: int,
+    backend: str,
+) -> jax.Array:
+    """`ragged_attention` in which a query's result depends on nothing but itself and its context, to the last bit.
+
+    Not on its place in its tile, on the tile's other queries, or on how far their contexts go. query_tile has to be the
+    same in every step.
+    """
+    check_ragged(q, kv, block_tables, context_lens, query_start, tile_seq, tile_start, query_tile)
+    plan = block_tables, context_lens, query_start, tile_seq, tile_start
+    function = implementation("invariant_attention", backend)
+    return function(q, kv, layer, *plan, scale=scale, query_tile=query_tile)
+
+
 def add_rms_norm(
     x: jax.Array, delta: jax.Array, weights: jax.Array, row: int | jax.Array, *, eps: float, backend: str
 ) -> tuple[jax.Array, jax.Array]:
@@ -147,6 +181,53 @@ def qk_norm_rope_write(
     return function(qkv, q_norm, k_norm, cos, sin, kv, layer, slot_mapping, eps=eps)
 
 
+def rope_write(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    kv: jax.Array,
+    layer: int | jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    backend: str,
+) -> tuple[jax.Array, jax.Array]:
+    """`qk_norm_rope_write` for families without a norm on heads. backend: a Triton one."""
+    return implementation("rope_write", backend)(qkv, cos, sin, kv, layer, slot_mapping)
+
+
+def matmul(x: jax.Array, weight: jax.Array, *, out_dtype: jax.typing.DTypeLike, backend: str) -> jax.Array:
+    """x [T, K], weight [N, K] of one dtype -> x times weight transposed [T, N], each row the same among any others.
+
+    backend: a Triton one; elsewhere `by_row` of a plain product.
+    """
+    return implementation("matmul", backend)(x, weight, out_dtype=out_dtype)
+
+
+def silu_mul(gate_up: jax.Array, *, backend: str) -> jax.Array:
+    """gate_up [T, 2, N] -> silu(gate_up[:, 0]) * gate_up[:, 1], rounded once. backend: a Triton one."""
+    return implementation("silu_mul", backend)(gate_up)
+
+
+def rope_tables(
+    positions: jax.Array, frequencies: jax.Array, *, factor: float, backend: str
+) -> tuple[jax.Array, jax.Array]:
+    """positions int32 [T], frequencies float32 [F] -> cos, sin of their products, times factor: float32 [T, F].
+
+    backend: a Triton one.
+    """
+    return implementation("rope_tables", backend)(positions, frequencies, factor=factor)
+
+
+def sum_exp(logits: jax.Array, peak: jax.Array, *, backend: str) -> jax.Array:
+    """logits float32 [B, V], peak [B] -> sums of exp(logits - peak) in fixed pieces [B, C]. backend: a Triton one."""
+    return implementation("sum_exp", backend)(logits, peak)
+
+
+def log_sum(peak: jax.Array, pieces: jax.Array, *, backend: str) -> jax.Array:
+    """peak [B], all shards' pieces of `sum_exp` [B, C] -> peak + log(their sum) [B]. backend: a Triton one."""
+    return implementation("log_sum", backend)(peak, pieces)
+
+
 def gumbel_argmax(
     logits: jax.Array,
     temperatures: jax.Array,
@@ -156,12 +237,14 @@ def gumbel_argmax(
     *,
     vocab_size: int,
     backend: str,
+    tiles: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The largest of logits + temperature * `noise.gumbel_noise` of each row: (value [B] float32, id [B] int32).
 
     logits [B, V] float32, column 0 of id `start`; temperatures [B] float32, 0 = no noise; seeds [B, 2] uint32;
-    positions [B] int32. Ids from vocab_size on and NaN never win; of equals the lowest id does.
+    positions [B] int32. Ids from vocab_size on and NaN never win; of equals the lowest id does. tiles: of ids a
+    program, None picks by the step's size.
     backend: a Triton one (`ResolvedBackends.fused`); elsewhere the sampler composes it of plain jax.
     """
     function = implementation("gumbel_argmax", backend)
-    return function(logits, temperatures, seeds, positions, start, vocab_size=vocab_size)
+    return function(logits, temperatures, seeds, positions, start, vocab_size=vocab_size, tiles=tiles)

@@ -18,17 +18,25 @@ from .shapes import FLOAT_DTYPES, MOSAIC_BLOCK_SIZES, MOSAIC_HEAD_DIMS
 
 OPERATIONS = ("write_kv", "decode_attention", "ragged_attention")
 _MODULES = {
-    "reference": dict.fromkeys(OPERATIONS, "reference"),
-    "xla": dict.fromkeys(OPERATIONS, "xla"),
-    "triton": {  # the last three are its alone: elsewhere they are composed of plain jax
+    "reference": {**dict.fromkeys(OPERATIONS, "reference"), "invariant_attention": "attention_rows"},
+    "xla": {**dict.fromkeys(OPERATIONS, "xla"), "invariant_attention": "attention_rows"},
+    "triton": {  # from the fourth on its alone: elsewhere they are composed of plain jax
         "write_kv": "kv_write_triton",
         "decode_attention": "decode_triton",
         "ragged_attention": "prefill_triton",
         "add_rms_norm": "norm_triton",
         "qk_norm_rope_write": "qkv_write_triton",
         "gumbel_argmax": "sample_triton",
+        "invariant_attention": "prefill_triton",
+        "rope_write": "qkv_write_triton",
+        "matmul": "matmul_triton",
+        **dict.fromkeys(("silu_mul", "rope_tables", "sum_exp", "log_sum"), "rows_triton"),
     },
-    "mosaic": {"decode_attention": "decode_mosaic", "ragged_attention": "prefill_mosaic"},
+    "mosaic": {
+        "decode_attention": "decode_mosaic",
+        "ragged_attention": "prefill_mosaic",
+        "invariant_attention": "prefill_mosaic",
+    },
 }
 _INTERPRETED = {"triton_interpret": "triton", "mosaic_interpret": "mosaic"}  # run anywhere, slowly: for tests
 BACKENDS = (*_MODULES, *_INTERPRETED)
@@ -51,12 +59,17 @@ _MOSAIC_CAPABILITY = 90  # wgmma: Hopper alone
 
 @dataclass(frozen=True, slots=True)
 class ResolvedBackends:
-    """One concrete backend name per operation, and why ("" when it is simply what was asked for)."""
+    """One concrete backend name per operation, and why ("" when it is simply what was asked for).
+
+    invariant: no row's result may depend on the rows beside it. Then `invariant_attention` serves every step, on
+    ragged_attention's backend.
+    """
 
     write_kv: str
     decode_attention: str
     ragged_attention: str
     reason: str
+    invariant: bool = False
 
     @property
     def fused(self) -> str | None:
@@ -73,12 +86,14 @@ def resolve_backend(
     dtype: jax.typing.DTypeLike,
     device_kind: str = "",
     compute_capability: str = "",
+    invariant: bool = False,
 ) -> ResolvedBackends:
     """The backends that run for a request of `name` ("auto" or a name of BACKENDS) on a device.
 
     platform is the device's ("cpu", "gpu"/"cuda"), device_kind its `device_kind` (for the reason),
     compute_capability its `compute_capability` ("9.0"; "" is taken to be right). A backend that can't run there
-    gives way to the next of its chain, operation by operation, with a reason to log. Raises ValueError for an
+    gives way to the next of its chain, operation by operation, with a reason to log. invariant: see
+    ResolvedBackends. Raises ValueError for an
     unknown name or dtype.
     """
     if name != "auto" and name not in BACKENDS:
@@ -107,7 +122,9 @@ def resolve_backend(
     else:
         names = dict.fromkeys(chosen.values())
         reason = f"{' and '.join(names)} on {device}" if name == "auto" else ""
-    return ResolvedBackends(**chosen, reason=reason)
+    if invariant:
+        chosen["decode_attention"] = chosen["ragged_attention"]
+    return ResolvedBackends(**chosen, reason=reason, invariant=invariant)
 
 
 def _table(backend: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ float32.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,7 @@ class PrefillConfig:
     num_sms       programs of the launch, dealt the items; as many as items: one each
     take_turns    one consumer's products are issued while another's softmax runs
     share_output  the output leaves through the queries' memory: less memory, held longer
+    mask_all      every kv tile goes through the masked code: see prefill_triton
     """
 
     heads: int
@@ -55,6 +56,7 @@ class PrefillConfig:
     num_queries: int = 2
     take_turns: bool = True
     share_output: bool = False
+    mask_all: bool = False
 
 
 def prefill_config(group: int, head_dim: int, query_tile: int, sms: int) -> PrefillConfig:
@@ -94,7 +96,7 @@ def ragged_attention(
             f"bfloat16, {HEAD_DIMS} and {MOSAIC_BLOCK_SIZES}"
         )
     group = q.shape[1] // kv.shape[3]
-    config = config or prefill_config(group, head_dim, query_tile, 2 if interpret else num_sms())
+    config = config or prefill_config(group, head_dim, query_tile, _programs(interpret))
     if pl.cdiv(query_tile * config.heads, ROWS) not in REGISTERS:
         limit = ROWS * max(REGISTERS) // config.heads
         raise ValueError(f"query_tile is {query_tile}; with {config.heads} heads an item the limit is {limit}")
@@ -105,6 +107,19 @@ def ragged_attention(
         return out
     token = jnp.arange(q.shape[0], dtype=jnp.int32)[:, None, None]
     return jnp.where(token < query_start[-1], out, jnp.zeros((), out.dtype))
+
+
+def _programs(interpret: bool) -> int:
+    return 2 if interpret else num_sms()
+
+
+def invariant_attention(
+    q: jax.Array, kv: jax.Array, *plan, query_tile: int, interpret: bool = False, **options
+) -> jax.Array:
+    """`ragged_attention`, in which a query's result doesn't depend on its tile: where it lies, what else is in it."""
+    config = prefill_config(q.shape[1] // kv.shape[3], kv.shape[5], query_tile, _programs(interpret))
+    config = replace(config, mask_all=True)
+    return ragged_attention(q, kv, *plan, query_tile=query_tile, config=config, interpret=interpret, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "query_tile", "config", "interpret"))  # lowered for all layers

@@ -159,7 +159,7 @@ def _attend(p: Program, me, place, done, num_tiles, token, position, used, first
     q_tiles, q_tokens = (ref.at[place, me] for ref in p.rows[0])
     o_tiles, o_tokens = (ref.at[place, me] for ref in p.rows[0]) if share else (ref.at[0, me] for ref in p.rows[1])
     scores_type = plgpu.WGMMAAccumulatorRef((ROWS, tile), jnp.float32)
-    num_visible = jnp.minimum(lax.div(position + 1, tile), num_tiles)  # whole tiles that all rows see
+    num_visible = jnp.minimum(1 if p.config.mask_all else lax.div(position + 1, tile), num_tiles)  # need no mask
 
     def issue_scores(acc, slot):
         for c in p.chunks:

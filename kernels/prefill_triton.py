@@ -18,7 +18,7 @@ ratio, float32 and bfloat16. Accumulates in float32.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,17 @@ from .triton_tiles import MIN_DOT, as_rows, dot, load_kv_tile, next_power_of_two
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """Tunables: query heads a program (a power of two that divides G), context tokens a tile, warps, stages."""
+    """Tunables: query heads a program (a power of two that divides G), context tokens a tile, warps, stages.
+
+    mask_all: every kv tile goes through the masked code. Else a query's place in its tile decides which of the two it
+    meets where, and they may round differently: a product and a difference become one operation in the other.
+    """
 
     heads: int
     tile: int
     num_warps: int
     num_stages: int
+    mask_all: bool = False
 
 
 def prefill_config(group: int, head_dim: int, itemsize: int, query_tile: int) -> PrefillConfig:
@@ -100,6 +105,12 @@ def ragged_attention(
     )
 
 
+def invariant_attention(q: jax.Array, kv: jax.Array, *plan, query_tile: int, **options) -> jax.Array:
+    """`ragged_attention`, in which a query's result doesn't depend on its tile: where it lies, what else is in it."""
+    config = prefill_config(q.shape[1] // kv.shape[3], q.shape[2], kv.dtype.itemsize, query_tile)
+    return ragged_attention(q, kv, *plan, query_tile=query_tile, config=replace(config, mask_all=True), **options)
+
+
 def _ragged_kernel(
     layer_ref,
     q_ref,
@@ -151,8 +162,10 @@ def _ragged_kernel(
         jnp.zeros((rows, head_dim), jnp.float32),
     )
     num_tiles = pl.cdiv(context, tile)
-    num_full = jnp.minimum(lax.div(offset + start + 1, tile), num_tiles)  # wholly visible to the first query
-    state = lax.fori_loop(0, num_full, functools.partial(step, causal=False), state)
+    num_full = 0
+    if not config.mask_all:
+        num_full = jnp.minimum(lax.div(offset + start + 1, tile), num_tiles)  # wholly visible to the first query
+        state = lax.fori_loop(0, num_full, functools.partial(step, causal=False), state)
     _, total, acc = lax.fori_loop(num_full, num_tiles, functools.partial(step, causal=True), state)
     out = acc / jnp.where(total > 0, total, 1.0)[:, None]
     plgpu.store(out_ref.at[token, query_head, column], out.astype(out_ref.dtype), mask=used)

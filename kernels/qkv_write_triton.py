@@ -1,5 +1,5 @@
-"""Backend "triton", from the qkv projection to attention's operands in one launch a layer: qk-norm, rotary embedding,
-and the keys and values into their cache slots, in place.
+"""Backend "triton", from the qkv projection to attention's operands in one launch a layer: qk-norm (or none), rotary
+embedding, and the keys and values into their cache slots, in place.
 
 One program handles one token: every lane (G query heads, key, value) of all its kv heads, each head as two halves of
 head_dim, the pairs that the rotation turns. Memory traffic: the projection read once, queries, keys and values written
@@ -34,6 +34,27 @@ def qk_norm_rope_write(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """qkv [T, Hkv, G + 2, D], norms [L, D] -> (queries [T, Hkv * G, D], kv with keys and values at slot_mapping)."""
+    return _launch(qkv, (q_norm, k_norm), cos, sin, kv, layer, slot_mapping, eps, num_warps, interpret)
+
+
+def rope_write(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    kv: jax.Array,
+    layer: int | jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    num_warps: int = 4,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The same for families without a norm on heads."""
+    return _launch(qkv, (), cos, sin, kv, layer, slot_mapping, 0.0, num_warps, interpret)
+
+
+def _launch(
+    qkv, norms: tuple[jax.Array, ...], cos, sin, kv, layer, slot_mapping, eps: float, num_warps: int, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
     tokens, kv_heads, lanes, head_dim = qkv.shape
     rows = as_rows(kv)
     queries, out = pl.pallas_call(
@@ -43,15 +64,17 @@ def qk_norm_rope_write(
             jax.ShapeDtypeStruct((tokens, kv_heads, lanes - 2, head_dim), qkv.dtype),
             jax.ShapeDtypeStruct(rows.shape, rows.dtype),
         ),
-        input_output_aliases={7: 1},
+        input_output_aliases={5 + len(norms): 1},
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
-        name="qk_norm_rope_write",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), slot_mapping, qkv, q_norm, k_norm, cos, sin, rows)
+        name="qk_norm_rope_write" if norms else "rope_write",
+    )(jnp.asarray(layer, jnp.int32).reshape(1), slot_mapping, qkv, *norms, cos, sin, rows)
     return queries.reshape(tokens, kv_heads * (lanes - 2), head_dim), out.reshape(kv.shape)
 
 
-def _qkv_kernel(layer_ref, slots_ref, qkv_ref, q_norm_ref, k_norm_ref, cos_ref, sin_ref, _, q_ref, kv_ref, *, eps):
+def _qkv_kernel(layer_ref, slots_ref, qkv_ref, *refs, eps):
+    *norms, cos_ref, sin_ref, _, q_ref, kv_ref = refs
+    q_norm_ref, k_norm_ref = norms or (None, None)
     token = pl.program_id(0)
     _, heads, lanes, head_dim = qkv_ref.shape
     num_blocks, block_size = kv_ref.shape[1], kv_ref.shape[3]
@@ -69,9 +92,13 @@ def _qkv_kernel(layer_ref, slots_ref, qkv_ref, q_norm_ref, k_norm_ref, cos_ref, 
             plgpu.load(qkv_ref.at[token, head, lane, column + part * half], mask=exists, other=0.0) for part in (0, 1)
         ]
 
-    def normed(lane: int, norm_ref) -> tuple[jax.Array, jax.Array]:
+    def rotated(lane: int, norm_ref) -> tuple[jax.Array, jax.Array]:
         dtype = qkv_ref.dtype
         x = [value.astype(jnp.float32) for value in load(lane)]
+        left, right = x if norm_ref is None else normed(x, norm_ref, dtype)
+        return (left * cos - right * sin).astype(dtype), (right * cos + left * sin).astype(dtype)
+
+    def normed(x: list[jax.Array], norm_ref, dtype) -> list[jax.Array]:
         mean = (jnp.sum(x[0] * x[0], axis=1) + jnp.sum(x[1] * x[1], axis=1))[:, None] / head_dim
         scale = lax.rsqrt(mean + eps)
         weights = [
@@ -79,21 +106,20 @@ def _qkv_kernel(layer_ref, slots_ref, qkv_ref, q_norm_ref, k_norm_ref, cos_ref, 
             for part in (0, 1)
         ]
         # rounded where the unfused layers round: after the norm, and after its weight
-        left, right = (
+        return [
             ((value * scale).astype(dtype).astype(jnp.float32) * weight).astype(dtype).astype(jnp.float32)
             for value, weight in zip(x, weights, strict=True)
-        )
-        return (left * cos - right * sin).astype(dtype), (right * cos + left * sin).astype(dtype)
+        ]
 
     for lane in range(lanes - 2):
-        for part, value in enumerate(normed(lane, q_norm_ref)):
+        for part, value in enumerate(rotated(lane, q_norm_ref)):
             plgpu.store(q_ref.at[token, head, lane, column + part * half], value, mask=exists)
 
     slot = slots_ref[token]
     kept = (slot >= 0) & (slot < num_blocks * block_size)
     slot = jnp.where(kept, slot, 0)  # indices are cast to unsigned: never negative, even where masked
     block, offset = lax.div(slot, block_size), lax.rem(slot, block_size)
-    for which, halves in enumerate((normed(lanes - 2, k_norm_ref), load(lanes - 1))):
+    for which, halves in enumerate((rotated(lanes - 2, k_norm_ref), load(lanes - 1))):
         for part, value in enumerate(halves):
             target = kv_ref.at[2 * layer + which, block, head, offset, column + part * half]
             plgpu.store(target, value, mask=exists & kept)

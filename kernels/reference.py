@@ -65,11 +65,16 @@ def ragged_attention(
     -> zeros.
     """
     del tile_seq, tile_start, query_tile
-    token = jnp.arange(q.shape[0], dtype=jnp.int32)
+    seq, visible = token_contexts(context_lens, query_start, q.shape[0])
+    return decode_attention(q, kv, layer, block_tables[seq], visible, visible, scale=scale)[0]
+
+
+def token_contexts(context_lens: jax.Array, query_start: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
+    """The sequence of each packed token and how much context it sees, itself included, int32 [T]; pads: any, 0."""
+    token = jnp.arange(tokens, dtype=jnp.int32)
     seq = jnp.searchsorted(query_start[1:], token, side="right").astype(jnp.int32)
     seq = jnp.minimum(seq, context_lens.shape[0] - 1)
     #  query_start[seq]        token           query_start[seq + 1]
     #  |-- queries of seq -------|----------------|      the last of them has position context_lens[seq] - 1
     visible = context_lens[seq] - query_start[seq + 1] + token + 1
-    visible = jnp.where(token < query_start[-1], visible, 0)
-    return decode_attention(q, kv, layer, block_tables[seq], visible, token, scale=scale)[0]
+    return seq, jnp.where(token < query_start[-1], visible, 0)

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxvllm.config import ConfigError, ModelConfig
-from jaxvllm.models.layers import add_rms_norm, embed_tokens, project, project_parts, rope_tables, tp_sum
+from jaxvllm.models.arithmetic import PLAIN, Arithmetic
+from jaxvllm.models.layers import embed_tokens, project_parts
 from jaxvllm.models.params import ParamInfo, Source, Table
 
 # (layer, an int32 scalar; q [T, Hq, D]; k, v [T, Hkv, D], or None when they are written already; carry)
@@ -43,12 +44,14 @@ class Fused[Carry]:
     parts: in how many the products that end a sublayer are computed (``project_parts``); 1 = whole.
     norm_rope_write(layer, qkv [T, Hkv, G + 2, D], q_norm [L, D], k_norm [L, D], cos, sin [T, D/2], carry)
     -> (q [T, Hq, D] normed and rotated, the carry with keys and values written).
+    rope_write(layer, qkv, cos, sin, carry): the same without norms, or None: plain lines do it.
     Norm weights are handed over whole: a layer's slice would be a copy of its own.
     """
 
     add_norm: Callable[[jax.Array, jax.Array, jax.Array, int | jax.Array], tuple[jax.Array, jax.Array]]
     norm_rope_write: Callable[..., tuple[jax.Array, Carry]]
     parts: int = 1
+    rope_write: Callable[..., tuple[jax.Array, Carry]] | None = None
 
 
 def param_table(config: ModelConfig, *, tp: int = 1, qk_norm: bool = False, qkv_bias: bool = False) -> Table:
@@ -135,19 +138,22 @@ def _vocabulary(config: ModelConfig, tp: int, path: str, name: str) -> ParamInfo
 
 def forward[Carry](params: Mapping[str, Any], config: ModelConfig, token_ids: jax.Array, positions: jax.Array,
                    attend: Attend[Carry], carry: Carry, qkv: QKV[Carry], *, axis: str | None = None,
-                   fused: Fused[Carry] | None = None) -> tuple[jax.Array, Carry]:  # fmt: skip
+                   fused: Fused[Carry] | None = None, arithmetic: Arithmetic = PLAIN
+                   ) -> tuple[jax.Array, Carry]:  # fmt: skip
     """token_ids [T], positions [T] int32 -> hidden states [T, H] after the last norm, and the carry.
 
     ``params`` holds this shard's part of the tree (``params.nest``); T packs the tokens of all sequences. ``carry`` is
     threaded through ``qkv`` and ``attend`` layer by layer (the KV cache in the engine). ``axis`` names the mesh axis,
-    None outside. ``fused`` replaces elementwise chains by kernels that compute the same.
+    None outside. ``fused`` replaces elementwise chains by kernels that compute the same; ``arithmetic`` is what ``qkv``
+    computes with, too.
     """
-    add_norm = partial(add_rms_norm, eps=config.rms_norm_eps) if fused is None else fused.add_norm
-    cos, sin = rope_tables(positions, config.rope, config.head_dim)
+    add_norm = partial(arithmetic.add_rms_norm, eps=config.rms_norm_eps) if fused is None else fused.add_norm
+    project = arithmetic.project
+    cos, sin = arithmetic.rope_tables(positions, config.rope, config.head_dim)
 
     def end_sublayer(y: jax.Array, weight: jax.Array) -> jax.Array:
         if fused is None or fused.parts == 1:
-            return tp_sum(project(y, weight), axis)
+            return arithmetic.tp_sum(project(y, weight), axis)
         return project_parts(y, weight, fused.parts)
 
     # One function for all layers: it is traced and lowered once and called L times with the layer's number as an
@@ -161,7 +167,7 @@ def forward[Carry](params: Mapping[str, Any], config: ModelConfig, token_ids: ja
         delta = end_sublayer(out.reshape(out.shape[0], -1), layer["o"])
         x, y = add_norm(x, delta, params["post_norm"], i)
         gate_up = project(y, layer["gate_up"])  # [T, 2, I_local]
-        return x, end_sublayer(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], layer["down"]), carry
+        return x, end_sublayer(arithmetic.silu_mul(gate_up), layer["down"]), carry
 
     x = embed_tokens(params["embed"], token_ids, axis)  # [T, H], the residual stream
     delta = jnp.zeros_like(x)  # what the last sublayer adds to it
@@ -177,6 +183,17 @@ def split_qkv(qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     tokens, kv_heads, lanes, head_dim = qkv.shape
     q = qkv[:, :, : lanes - 2].reshape(tokens, kv_heads * (lanes - 2), head_dim)
     return q, qkv[:, :, lanes - 2], qkv[:, :, lanes - 1]
+
+
+def rotated[Carry](i: jax.Array, rows: jax.Array, cos: jax.Array, sin: jax.Array, carry: Carry,
+                   fused: Fused[Carry] | None, arithmetic: Arithmetic
+                   ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Carry]:  # fmt: skip
+    """rows [T, Hkv, G + 2, D] -> what ``qkv`` returns, for families without a norm on heads."""
+    if fused is not None and fused.rope_write is not None:
+        q, carry = fused.rope_write(i, rows, cos, sin, carry)
+        return q, None, None, carry
+    q, k, v = split_qkv(rows)
+    return arithmetic.apply_rope(q, cos, sin), arithmetic.apply_rope(k, cos, sin), v, carry
 
 
 def head_table(params: Mapping[str, Any]) -> jax.Array:

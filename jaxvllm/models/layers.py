@@ -83,6 +83,11 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
 
 
+def silu_mul(gate_up: jax.Array) -> jax.Array:
+    """gate_up [T, 2, N] -> silu(gate) * up [T, N] (Shazeer 2020, arXiv:2002.05202)."""
+    return jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+
+
 def tp_sum(x: jax.Array, axis: str | None) -> jax.Array:
     """Sum over the shards; one shard costs nothing (XLA would keep an all-reduce of one)."""
     return x if axis is None or lax.axis_size(axis) == 1 else lax.psum(x, axis)
@@ -125,7 +130,7 @@ def embed_tokens(table: jax.Array, token_ids: jax.Array, axis: str | None) -> ja
     return tp_sum(jnp.where(mine[:, None], rows, jnp.zeros((), table.dtype)), axis)
 
 
-def head_logits(table: jax.Array, hidden: jax.Array) -> jax.Array:
+def head_logits(table: jax.Array, hidden: jax.Array, project: Callable[..., jax.Array] = project) -> jax.Array:
     """hidden [..., H] -> this shard's logits [..., V_local] in float32."""
     return project(hidden, table, out_dtype=jnp.dtype(jnp.float32))
 

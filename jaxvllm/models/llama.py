@@ -11,8 +11,8 @@ import jax
 
 from jaxvllm.config import ModelConfig
 from jaxvllm.models import dense
-from jaxvllm.models.dense import Attend, Fused, head_table, split_qkv
-from jaxvllm.models.layers import apply_rope, project
+from jaxvllm.models.arithmetic import PLAIN, Arithmetic
+from jaxvllm.models.dense import Attend, Fused, head_table, rotated
 from jaxvllm.models.params import Table
 
 __all__ = ["forward", "head_table", "param_table"]
@@ -25,12 +25,14 @@ def param_table(config: ModelConfig, *, tp: int = 1) -> Table:
 
 def forward[Carry](params: Mapping[str, Any], config: ModelConfig, token_ids: jax.Array, positions: jax.Array,
                    attend: Attend[Carry], carry: Carry, *, axis: str | None = None,
-                   fused: Fused[Carry] | None = None) -> tuple[jax.Array, Carry]:  # fmt: skip
+                   fused: Fused[Carry] | None = None, arithmetic: Arithmetic = PLAIN
+                   ) -> tuple[jax.Array, Carry]:  # fmt: skip
     """See ``dense.forward``."""
 
     def qkv(i: jax.Array, layer: Mapping[str, jax.Array], y: jax.Array, cos: jax.Array, sin: jax.Array, carry: Carry
-            ) -> tuple[jax.Array, jax.Array, jax.Array, Carry]:  # fmt: skip
-        q, k, v = split_qkv(project(y, layer["qkv"]))
-        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, carry
+            ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Carry]:  # fmt: skip
+        rows = arithmetic.project(y, layer["qkv"])
+        return rotated(i, rows, cos, sin, carry, fused, arithmetic)
 
-    return dense.forward(params, config, token_ids, positions, attend, carry, qkv, axis=axis, fused=fused)
+    return dense.forward(params, config, token_ids, positions, attend, carry, qkv, axis=axis, fused=fused,
+                         arithmetic=arithmetic)  # fmt: skip

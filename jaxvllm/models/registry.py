@@ -9,6 +9,7 @@ import jax
 
 from jaxvllm.config import ModelConfig
 from jaxvllm.models import llama, qwen2, qwen3
+from jaxvllm.models.arithmetic import PLAIN, Arithmetic
 from jaxvllm.models.dense import Attend, Fused
 from jaxvllm.models.params import Table
 
@@ -20,7 +21,8 @@ class Family(Protocol):
 
     def forward[Carry](self, params: Mapping[str, Any], config: ModelConfig, token_ids: jax.Array,
                        positions: jax.Array, attend: Attend[Carry], carry: Carry, *, axis: str | None = None,
-                       fused: Fused[Carry] | None = None) -> tuple[jax.Array, Carry]: ...  # fmt: skip
+                       fused: Fused[Carry] | None = None, arithmetic: Arithmetic = PLAIN
+                       ) -> tuple[jax.Array, Carry]: ...  # fmt: skip
 
     def head_table(self, params: Mapping[str, Any]) -> jax.Array: ...
 

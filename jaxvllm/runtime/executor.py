@@ -44,6 +44,8 @@ Variant = tuple[Bucket, bool]  # whether it is the processed one
 # XLA's rematerialisation counts an updated cache as a new one, believes that 369 GB are needed and recomputes what it
 # can: a slice of the plan in every layer, 28 launches of 1.1 us. What a step really needs is measured (memory.py).
 GPU_OPTIONS = {"xla_gpu_memory_limit_slop_factor": "100000"}
+# Else a bfloat16 that goes on inside a fusion keeps float32's bits, and what is fused depends on the step's shape.
+INVARIANT_OPTIONS = {"xla_allow_excess_precision": False}
 
 
 @dataclass(slots=True)
@@ -131,7 +133,8 @@ class Executor:
         mapped = spmd(function, self.mesh, specs, (state_specs, P()))
         buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=sharding(self.mesh))
         lowered = jax.jit(mapped, donate_argnums=(1,)).lower(self._param_shapes, state, buffer, *extra)
-        return lowered.compile(compiler_options=GPU_OPTIONS if self._on_gpu else None)
+        options = (GPU_OPTIONS if self._on_gpu else {}) | (INVARIANT_OPTIONS if self.backends.invariant else {})
+        return lowered.compile(compiler_options=options or None)
 
     def _compile_set_row(self) -> Any:
         old = self.processor_shapes

@@ -5,16 +5,19 @@ Owns: the normalisation, ranks and the merge of shards. Must not know: requests,
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxvllm.models.layers import first_id, head_logits, in_slices, tp_max, tp_sum
+from jaxvllm.models.layers import first_id, head_logits, in_slices, tp_sum
+from jaxvllm.runtime.numerics import ORDINARY, Numerics
 from jaxvllm.runtime.select import top_n
 
 
-def gather_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int, *, axis: str | None
-                    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+def gather_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int, *, axis: str | None,
+                    numerics: Numerics = ORDINARY) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """log softmax(logits) of one token a row and of the ``num_top`` most probable ones, the same on every shard.
 
     logits [B, V_local] float32 without NaN, -inf for what can't come; tokens [B] int32 global ids. Returns float32 and
@@ -23,9 +26,7 @@ def gather_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int, *, axis:
     """
     size = logits.shape[-1]
     start = first_id(size, axis)
-    peak = tp_max(jnp.max(logits, axis=-1), axis)
-    peak = jnp.maximum(peak, jnp.finfo(jnp.float32).min)  # a row of -inf only
-    norm = peak + jnp.log(tp_sum(jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), axis))
+    norm = numerics.log_norm(logits, axis)
     local = tokens - start
     mine = (local >= 0) & (local < size)
     picked = jnp.take_along_axis(logits, jnp.where(mine, local, 0)[:, None], axis=-1)
@@ -42,13 +43,15 @@ def gather_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int, *, axis:
 
 
 def prompt_logprobs(table: jax.Array, hidden: jax.Array, targets: jax.Array, num_top: int, *, vocab_size: int,
-                    axis: str | None, slice_tokens: int = 64) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+                    axis: str | None, slice_tokens: int = 64, numerics: Numerics = ORDINARY
+                    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """``gather_logprobs`` of head(hidden [T, H]) for targets [T] int32, each [T, 1 + num_top]."""
     ids = first_id(table.shape[0], axis) + jnp.arange(table.shape[0])
 
     def one_slice(part: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = head_logits(table, part)
+        logits = head_logits(table, part, numerics.arithmetic.project)
         logits = jnp.where((ids < vocab_size) & ~jnp.isnan(logits), logits, -jnp.inf)
-        return gather_logprobs(logits, target, num_top, axis=axis)
+        gather = partial(gather_logprobs, num_top=num_top, axis=axis, numerics=numerics)
+        return numerics.rows(gather)(logits, target)
 
     return in_slices(one_slice, hidden, targets, slice_tokens)

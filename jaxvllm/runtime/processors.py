@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxvllm.core.knobs import KNOBS, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from jaxvllm.models.layers import first_id, tp_max, tp_sum
 from jaxvllm.runtime.mesh import TP, sharding
+from jaxvllm.runtime.numerics import ORDINARY, Numerics
 from jaxvllm.runtime.select import sort_keys, threshold
 
 IN_PROMPT, IS_END, ONE_OUTPUT = 1, 2, 4  # counts: two flags, then the number of times in the output
@@ -85,7 +86,7 @@ def unpack_knobs(knobs: jax.Array) -> dict[str, jax.Array]:
 
 def process(logits: jax.Array, knobs: dict[str, jax.Array], state: ProcessorState, rows: jax.Array,
             positions: jax.Array, temperatures: jax.Array, *, vocab_size: int, axis: str | None,
-            unroll: bool) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+            unroll: bool, numerics: Numerics = ORDINARY) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The model's logits, and what the sampler draws from: all applied but the temperature, -inf where left out.
 
     logits [B, V_local] float32; knobs from ``unpack_knobs``; rows [B] int32 (pads past the last row); positions [B]
@@ -94,8 +95,9 @@ def process(logits: jax.Array, knobs: dict[str, jax.Array], state: ProcessorStat
     """
     ids = first_id(logits.shape[-1], axis) + jnp.arange(logits.shape[-1], dtype=jnp.int32)
     logits = jnp.where((ids < vocab_size) & ~jnp.isnan(logits), logits, -jnp.inf)
-    changed = apply_row_state(logits, knobs, state, rows, positions, ids)
-    return logits, apply_filters(changed, knobs, temperatures, axis=axis, unroll=unroll)
+    changed = numerics.settle(apply_row_state(logits, knobs, state, rows, positions, ids))
+    filtered = apply_filters(changed, knobs, temperatures, axis=axis, unroll=unroll, numerics=numerics)
+    return logits, filtered
 
 
 def apply_row_state(logits: jax.Array, knobs: dict[str, jax.Array], state: ProcessorState, rows: jax.Array,
@@ -128,7 +130,7 @@ def bad_word_mask(words: jax.Array, recent: jax.Array, ids: jax.Array) -> jax.Ar
 
 
 def apply_filters(logits: jax.Array, knobs: dict[str, jax.Array], temperatures: jax.Array, *,
-                  axis: str | None, unroll: bool) -> jax.Array:  # fmt: skip
+                  axis: str | None, unroll: bool, numerics: Numerics = ORDINARY) -> jax.Array:  # fmt: skip
     """min_p, top_k and top_p: -inf for what is left out. What stays is one interval of values, ties included.
 
     Everything is decided on the logits: dividing by the temperature doesn't change their order. logits: no NaN.
@@ -138,17 +140,16 @@ def apply_filters(logits: jax.Array, knobs: dict[str, jax.Array], temperatures: 
     peak = tp_max(jnp.max(logits, axis=-1), axis)[:, None]
     scale = jnp.where(temperatures > 0, temperatures, 1.0)[:, None]
     # exp((z - peak) / T); the difference of equal infinities would be NaN
-    weights = jnp.exp(jnp.where(logits == peak, 0.0, logits - peak) / scale)
+    weights = numerics.settle(jnp.exp(jnp.where(logits == peak, 0.0, logits - peak) / scale))
 
     log_min_p = knobs["log_min_p"][:, None]
-    low = jnp.where(log_min_p > -jnp.inf, sort_keys(peak + scale * log_min_p), 0)
+    low = jnp.where(log_min_p > -jnp.inf, sort_keys(numerics.settle(peak + scale * log_min_p)), 0)
     wanted = jnp.where(knobs["top_k"] > 0, knobs["top_k"], jnp.iinfo(jnp.int32).max)
     ones = jnp.ones(keys.shape, jnp.int32)
     low = jnp.maximum(low, threshold(keys, ones, wanted, total, unroll=unroll)[:, None])
 
     left = jnp.where(keys >= low, weights, 0.0)
-    mass = total(jnp.sum(left, axis=-1))
-    nucleus = threshold(keys, left, knobs["top_p"] * mass, total, unroll=unroll)
+    nucleus = numerics.nucleus(keys, left, knobs["top_p"], total, unroll=unroll)
     low = jnp.maximum(low, jnp.where(knobs["top_p"] < 1, nucleus, 0)[:, None])
     return jnp.where(keys >= low, logits, -jnp.inf)
 

@@ -19,6 +19,8 @@ BITS_PER_PASS = 3
 """ceil(32 / 3) = 11 passes over the values find a threshold; each compares with 7 candidates at once. About where an
 H200 needs as long for the comparisons of a pass as for reading its values."""
 
+COARSE_BITS = 12  # of a weight, for a first sum: 2^12 times 2^19 ids fit an int32
+
 PIECE = 16
 MAX_RANKED = 640  # values of which all pairs are compared
 
@@ -53,6 +55,34 @@ def threshold(keys: jax.Array, weights: jax.Array, needed: jax.Array, total: Tot
 
     num_passes = -(-32 // BITS_PER_PASS)
     return lax.fori_loop(0, num_passes, one_pass, jnp.zeros(keys.shape[0], jnp.uint32), unroll=unroll or 1)
+
+
+def nucleus(keys: jax.Array, weights: jax.Array, top_p: jax.Array, total: Total, *, unroll: bool) -> jax.Array:
+    """The largest t of each row such that the keys >= t have at least top_p [B] of all weights; as ``threshold``."""
+    mass = total(jnp.sum(weights, axis=-1))
+    return threshold(keys, weights, top_p * mass, total, unroll=unroll)
+
+
+def nucleus_in_whole_numbers(keys: jax.Array, weights: jax.Array, top_p: jax.Array, total: Total, *, unroll: bool
+                             ) -> jax.Array:  # fmt: skip
+    """``nucleus`` by sums of int32, which have one result in any order; weights float32 in 0..1, at most 2^19 ids.
+
+    A weight is rounded to a multiple of 2^-30 of the row's mass, which is found from coarse to fine: at first only a
+    bound is known that many small weights make loose.
+    """
+    count = total(jnp.sum(weights > 0, axis=-1, dtype=jnp.int32))
+    scale = jnp.full(count.shape, 2.0**COARSE_BITS)
+    for _ in range(2):
+        bound = total(jnp.sum(_whole(weights, scale), axis=-1)) + count  # rounding takes at most half of 1 from each
+        scale = scale * (2.0**30 / jnp.maximum(bound, 1).astype(jnp.float32))
+    whole = _whole(weights, scale)
+    mass = total(jnp.sum(whole, axis=-1))
+    needed = jnp.ceil(top_p * mass.astype(jnp.float32)).astype(jnp.int32)
+    return threshold(keys, whole, jnp.clip(needed, 1, mass), total, unroll=unroll)
+
+
+def _whole(weights: jax.Array, scale: jax.Array) -> jax.Array:
+    return jnp.round(weights * scale[:, None]).astype(jnp.int32)
 
 
 def top_n(values: jax.Array, ids: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:

@@ -21,13 +21,17 @@ from jaxvllm.kernels import (
     ResolvedBackends,
     add_rms_norm,
     decode_attention,
+    invariant_attention,
     qk_norm_rope_write,
     ragged_attention,
+    rope_write,
     write_kv,
 )
 from jaxvllm.models.dense import Fused
 from jaxvllm.models.layers import head_logits, token_logprobs
 from jaxvllm.models.registry import family
+from jaxvllm.runtime.logprobs import prompt_logprobs
+from jaxvllm.runtime.numerics import numerics_of
 from jaxvllm.runtime.sampler import sample
 from jaxvllm.runtime.state import DeviceState, KVCache
 
@@ -56,6 +60,8 @@ def run_model(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespa
     last = state.last_tokens[jnp.clip(source, 0, state.last_tokens.shape[0] - 1)]
     token_ids = jnp.where(source >= 0, last, plan.token_ids)
     scale = model.head_dim**-0.5
+    if layout.bucket.kind == "decode" and backends.invariant:
+        plan.query_start, plan.tile_seq, plan.tile_start = one_row_tiles(plan.context_lens)
 
     def attend(
         layer: jax.Array, q: jax.Array, k: jax.Array | None, v: jax.Array | None, carry: Carry
@@ -63,25 +69,37 @@ def run_model(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespa
         kv, arrivals = carry
         if k is not None and v is not None:
             kv = write_kv(kv, layer, k, v, plan.slot_mapping, backend=backends.write_kv)
-        if layout.bucket.kind == "decode":
+        if layout.bucket.kind == "decode" and not backends.invariant:
             out, arrivals = decode_attention(q, kv, layer, plan.block_tables, plan.context_lens, arrivals, scale=scale,
                                              backend=backends.decode_attention)  # fmt: skip
         else:
-            out = ragged_attention(q, kv, layer, plan.block_tables, plan.context_lens, plan.query_start,
-                                   plan.tile_seq, plan.tile_start, scale=scale, query_tile=layout.query_tile,
-                                   backend=backends.ragged_attention)  # fmt: skip
+            ragged = invariant_attention if backends.invariant else ragged_attention
+            out = ragged(q, kv, layer, plan.block_tables, plan.context_lens, plan.query_start, plan.tile_seq,
+                         plan.tile_start, scale=scale, query_tile=layout.query_tile,
+                         backend=backends.ragged_attention)  # fmt: skip
         return out, (kv, arrivals)
 
-    fused = None if backends.fused is None else fused_kernels(plan, model, backends.fused, axis)
+    fused = None if backends.fused is None else fused_kernels(plan, model, backends, axis)
     forward = family(model).forward
     heads = model.num_attention_heads // lax.axis_size(axis)
     carry = state.cache.kv, jnp.zeros((layout.bucket.num_seqs, heads), jnp.int32)
-    hidden, (kv, _) = forward(params, model, token_ids, plan.positions, attend, carry, axis=axis, fused=fused)
+    hidden, (kv, _) = forward(params, model, token_ids, plan.positions, attend, carry, axis=axis, fused=fused,
+                              arithmetic=numerics_of(backends).arithmetic)  # fmt: skip
     return hidden, kv
 
 
-def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backend: str, axis: str) -> Fused[Carry]:
+def one_row_tiles(context_lens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A decode step as a ragged one, context_lens [B] -> query_start [B + 1], tile_seq and tile_start [B]."""
+    used = jnp.sum(context_lens > 0, dtype=jnp.int32)  # pads come last
+    seq = jnp.arange(context_lens.shape[0], dtype=jnp.int32)
+    query_start = jnp.minimum(jnp.arange(context_lens.shape[0] + 1, dtype=jnp.int32), used)
+    return query_start, jnp.where(seq < used, seq, -1), jnp.where(seq < used, seq, 0)
+
+
+def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backends: ResolvedBackends, axis: str) -> Fused[Carry]:
     """The forward's elementwise chains as kernels, for the plan's slots."""
+    backend = backends.fused
+    assert backend is not None
 
     def norm_rope_write(layer: jax.Array, qkv: jax.Array, q_norm: jax.Array, k_norm: jax.Array, cos: jax.Array,
                         sin: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:  # fmt: skip
@@ -89,10 +107,18 @@ def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backend: str, axis:
                                    eps=model.rms_norm_eps, backend=backend)  # fmt: skip
         return q, (kv, carry[1])
 
+    def rope_and_write(layer: jax.Array, qkv: jax.Array, cos: jax.Array, sin: jax.Array, carry: Carry
+                       ) -> tuple[jax.Array, Carry]:  # fmt: skip
+        q, kv = rope_write(qkv, cos, sin, carry[0], layer, plan.slot_mapping, backend=backend)
+        return q, (kv, carry[1])
+
+    add_norm = partial(add_rms_norm, eps=model.rms_norm_eps, backend=backend)
+    if backends.invariant:
+        return Fused(add_norm, norm_rope_write, rope_write=rope_and_write)
     tokens, shards = plan.positions.shape[0], lax.axis_size(axis)
     divides = not (model.num_attention_heads * model.head_dim % PARTS or model.intermediate_size % PARTS)
     parts = PARTS if tokens in PARTS_TOKENS and shards == 1 and divides else 1
-    return Fused(partial(add_rms_norm, eps=model.rms_norm_eps, backend=backend), norm_rope_write, parts)
+    return Fused(add_norm, norm_rope_write, parts)
 
 
 def next_logits(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespace, layout: PlanLayout,
@@ -104,14 +130,17 @@ def next_logits(params: Mapping[str, Any], state: DeviceState, plan: SimpleNames
     hidden, kv = run_model(params, state, plan, layout, model, backends, axis)
     if layout.bucket.kind != "decode":
         hidden = hidden[jnp.maximum(plan.query_start[1:] - 1, 0)]
-    return head_logits(family(model).head_table(params), hidden), kv
+    project = numerics_of(backends).arithmetic.project
+    return head_logits(family(model).head_table(params), hidden, project), kv
 
 
 def draw(logits: jax.Array, kv: jax.Array, state: DeviceState, plan: SimpleNamespace, model: ModelConfig,
          backends: ResolvedBackends, axis: str) -> tuple[DeviceState, jax.Array]:  # fmt: skip
     """One token a row from the logits (tokens [B] int32), and the state that the next step starts from."""
-    tokens = sample(logits, plan.temperatures, plan.seeds, plan.sample_positions, vocab_size=model.vocab_size,
-                    axis=axis, backend=backends.fused)  # fmt: skip
+    numerics = numerics_of(backends)
+    sample_rows = numerics.rows(partial(sample, vocab_size=model.vocab_size, axis=axis, backend=backends.fused,
+                                        tiles=numerics.sample_tiles))  # fmt: skip
+    tokens = sample_rows(logits, plan.temperatures, plan.seeds, plan.sample_positions)
     last_tokens = state.last_tokens.at[plan.rows].set(tokens, mode="drop")
     return DeviceState(cache=KVCache(kv=kv), last_tokens=last_tokens), tokens
 
@@ -135,6 +164,10 @@ def make_score(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackend
         plan = unpack(buffer, layout)
         hidden, kv = run_model(params, state, plan, layout, model, backends, axis)
         head = family(model).head_table(params)
+        if backends.invariant:  # the same sums as for a sampled token
+            numbers, _ = prompt_logprobs(head, hidden, targets, 0, vocab_size=model.vocab_size, axis=axis,
+                                         numerics=numerics_of(backends))  # fmt: skip
+            return state.replace(cache=KVCache(kv=kv)), numbers[:, 0]  # type: ignore[attr-defined]
         logprobs = token_logprobs(head, hidden, targets, vocab_size=model.vocab_size, axis=axis)
         return state.replace(cache=KVCache(kv=kv)), logprobs  # type: ignore[attr-defined]
 

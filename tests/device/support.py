@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxvllm import Engine, SamplingParams
+from jaxvllm import Engine, ModelConfig, SamplingParams
 
 DATA = Path(__file__).parent.parent / "golden_data"
 MODEL = DATA / "tied_head_dim_differs"
 VOCAB = 331
 
 
-def make_engine(model: Path = MODEL, **options: Any) -> Engine:
+def make_engine(model: Path | ModelConfig = MODEL, **options: Any) -> Engine:
     """Small defaults: four sequences, blocks of 4, two buckets to compile, in their plain variant only."""
     defaults: dict[str, Any] = {
         "block_size": 4, "num_blocks": 96, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128,
