@@ -41,9 +41,12 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "chunks of 16, mixed with decoding": {"max_num_batched_tokens": 16, "scheduling_policy": "running_first"},
     "no prefix cache, no step ahead": {"enable_prefix_caching": False, "async_steps": 0},
 }
-CASES = [*(("bfloat16", name) for name in SCHEDULES), ("float32", "chunks of 16, mixed with decoding")]
-
-
+USUAL = "together", "chunks of 16, mixed with decoding"
+CASES = [
+    pytest.param(dtype, name, marks=() if dtype == "bfloat16" and name in USUAL else pytest.mark.slow)
+    for dtype in ("bfloat16", "float32")
+    for name in SCHEDULES
+]
 ALL = range(len(PROMPTS))
 
 
@@ -76,9 +79,17 @@ def alone(dtype: str, backend: str = "xla", **options: Any) -> list[tuple[Any, .
         return found
 
 
+class _Expected(dict):
+    """Of a dtype, computed when it is asked for."""
+
+    def __missing__(self, dtype: str) -> list[tuple[Any, ...]]:
+        self[dtype] = alone(dtype)
+        return self[dtype]
+
+
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[tuple[Any, ...]]]:
-    return {dtype: alone(dtype) for dtype in ("bfloat16", "float32")}
+    return _Expected()
 
 
 @pytest.mark.parametrize(("dtype", "name"), CASES)
@@ -93,7 +104,7 @@ def test_every_schedule_gives_the_same_bits(dtype: str, name: str, expected: dic
             assert llm.stats()["prefix_hit_tokens"] > stats["prefix_hit_tokens"]
 
 
-@pytest.mark.parametrize("size", [7, 64])
+@pytest.mark.parametrize("size", [7, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_score_is_what_sampling_said(size: int, expected: dict[str, list[tuple[Any, ...]]]) -> None:
     """A token's log-probability in a decode step is that in a prompt, whole or in chunks."""
     with engine("bfloat16", max_num_batched_tokens=size) as llm:
@@ -103,6 +114,7 @@ def test_a_score_is_what_sampling_said(size: int, expected: dict[str, list[tuple
             np.testing.assert_array_equal(llm.score(tokens), np.array(sampled, np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [2])
 def test_over_shards(shards: int) -> None:
     options: dict[str, Any] = {"tensor_parallel_size": shards, "enable_processors": False}
@@ -117,6 +129,7 @@ def test_over_shards(shards: int) -> None:
             np.testing.assert_array_equal(llm.score([*prompt, *new]), score)
 
 
+@pytest.mark.slow
 def test_the_kernels_of_a_gpu() -> None:
     """Interpreted: the order of work is a GPU's, the rounding of one product isn't (tests/gpu has that)."""
     prompts = [PROMPTS[0][:11], PROMPTS[1][:6], PROMPTS[3][:21]]
