@@ -2,17 +2,23 @@
 
 import argparse
 import time
+from dataclasses import replace
 from typing import Any
 
 from bench.common import parser
 from bench.models import model_config
-from jaxvllm import Engine
+from bench.workload import random_prompts
+from jaxvllm import Engine, SamplingParams, startup
+from jaxvllm.core.policy import POLICIES
+from jaxvllm.processing import Processing
 
 
-def engine_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Options of every benchmark that runs an engine."""
+def engine_parser(doc: str | None, config: str | None = None) -> argparse.ArgumentParser:
+    """Options of every benchmark that runs an engine; `config`: the default of --config."""
     made = parser(doc)
-    made.add_argument("--config", required=True, help="qwen3-0.6b, qwen3-8b, or tiny (to see that it runs)")
+    made.add_argument(
+        "--config", required=config is None, default=config, help="qwen3-0.6b, qwen3-8b, or tiny (to see that it runs)"
+    )
     made.add_argument("--tensor-parallel-size", type=int, default=1)
     made.add_argument("--max-model-len", type=int, default=4096)
     made.add_argument("--max-num-seqs", type=int, default=256)
@@ -35,6 +41,14 @@ def engine_parser(doc: str | None) -> argparse.ArgumentParser:
 
 def _sizes(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+def part_of(text: str) -> tuple[str, int]:
+    """ "running_first:512" -> policy and token budget, for ``reschedule``. Raises ArgumentTypeError."""
+    policy, _, budget = text.partition(":")
+    if policy not in POLICIES or not budget.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} must be like running_first:512")
+    return policy, int(budget)
 
 
 ENGINE_OPTIONS = (
@@ -71,6 +85,31 @@ class TimedEngine(Engine):
 def make_engine(args: argparse.Namespace) -> TimedEngine:
     """The engine that the options describe, with random weights made on the device."""
     return TimedEngine(model_config(args.config), **{name: getattr(args, name) for name in ENGINE_OPTIONS})
+
+
+def reschedule(engine: TimedEngine, policy: str, budget: int, *, share_prefixes: bool = False) -> None:
+    """Gives an idle engine another policy and budget: a new scheduler with an empty pool. Nothing is compiled: weights,
+    the cache's memory and the steps stay. So it is the engine that was made so, if `budget` is one of the token
+    buckets: an engine of a smaller budget has the same buckets up to there, and picks the same ones.
+    """
+    if engine.has_unfinished_requests():
+        raise RuntimeError("the engine has unfinished requests")
+    while engine._in_flight:  # a last step, for requests that have ended
+        engine.step()
+    if budget not in [bucket.num_tokens for bucket in engine.buckets.all if bucket.kind == "ragged"]:
+        raise ValueError(f"budget={budget} isn't one of the engine's token buckets")
+    config = replace(
+        engine.config, scheduling_policy=policy, max_num_batched_tokens=budget, share_prefixes=share_prefixes
+    )
+    engine._scheduler = startup.make_scheduler(config, startup.scheduling_rules(config))
+    engine._processing = Processing(engine._executor, config.max_num_seqs)
+    engine.config = config
+
+
+def warm_up(engine: TimedEngine) -> None:
+    """Every allocation and code path once, with ids that no workload has as its prompts."""
+    prompts = random_prompts(64, 32, max_id=min(10000, engine.model_config.vocab_size - 1), seed=1)
+    engine.generate(prompts, SamplingParams(temperature=0.6, max_tokens=8, ignore_eos=True), use_tqdm=False)
 
 
 def label(args: argparse.Namespace) -> str:

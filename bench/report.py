@@ -23,8 +23,17 @@ TITLES = {
     "steps": "Single steps",
     "ceilings": "Ceilings of the machine",
     "host": "Host work of a decode step",
+    "latency": "Requests that arrive by themselves",
     "convert": "Converting and loading checkpoints",
 }
+WIDE = {
+    "latency": (
+        ("arrivals", "output rate", "first token p50", "first token p99", "between tokens p50", "between tokens p99",
+         "between tokens p99.9", "longest gap"),
+        ("time to finish", "median first token", "prefix hits"),
+    ),
+}  # fmt: skip
+"""Benches with many figures a case: tables with a column for each of these, the ends of "case, figure"; no others."""
 Rows = list[dict[str, Any]]
 
 
@@ -47,7 +56,10 @@ def tables(rows: Rows, peers: dict[str, Any]) -> str:
         for device in dict.fromkeys(row["device"] for row in mine):
             of_device = [row for row in mine if row["device"] == device]
             parts.append(f"**{TITLES[bench]}, {device}**\n")
-            parts.append(_table(of_device, peers if peers["device"] in device else None))
+            if bench in WIDE:
+                parts += [table for columns in WIDE[bench] if (table := _wide_table(of_device, columns))]
+            else:
+                parts.append(_table(of_device, peers if peers["device"] in device else None))
             parts.append(_origins(of_device))
     if not parts:
         return "No figures are recorded yet.\n"
@@ -68,6 +80,23 @@ def _table(rows: Rows, peers: dict[str, Any] | None) -> str:
             figures += peers["figures"].get(row["case"], [None] * len(others))
         figures += [row["floor"]] if limits else []
         lines.append(_line([row["case"], *map(_number, figures), row["unit"]]))
+    return "\n".join(lines) + "\n"
+
+
+def _wide_table(rows: Rows, columns: Iterable[str]) -> str:
+    """One line for each case that has any of the columns; "" if none has."""
+    cells: dict[str, dict[str, float]] = {}
+    units: dict[str, str] = {}
+    for row in rows:
+        case, _, column = row["case"].rpartition(", ")
+        if column in columns:
+            cells.setdefault(case, {})[column] = row["value"]
+            units[column] = row["unit"]
+    shown = [column for column in columns if column in units]
+    if not cells:
+        return ""
+    lines = [_line(["", *(f"{column}, {units[column]}" for column in shown)]), _line(["---"] + ["---:"] * len(shown))]
+    lines += [_line([case, *(_number(line.get(column)) for column in shown)]) for case, line in cells.items()]
     return "\n".join(lines) + "\n"
 
 

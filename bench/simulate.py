@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bench.arrivals import add_mix_options, all_at_once, arrivals, mix_of
 from bench.common import Row, cpu_name, parser, record
+from bench.gaps import Gaps
 from bench.models import BF16_OPERATIONS_PER_S, READ_BYTES_PER_S, layer_weights, model_config
 from jaxvllm.config import DTYPE_BYTES
 from jaxvllm.core import Request, Rules, ScheduledStep, Scheduler
 from jaxvllm.sampling_params import SamplingParams
-
-BINS_PER_DECADE = 200  # of the histogram of gaps: 1.2 % wide
 
 
 class CostModel:
@@ -57,50 +57,18 @@ class Result:
     seconds: float
     output_tokens: int
     first_token_s: np.ndarray
-    gaps: np.ndarray  # counts in logarithmic bins from 10 us
-    longest_gap_s: float
+    gaps: Gaps
     host_s: float
     scheduler: Scheduler
-
-    def gap_s(self, percent: float) -> float:
-        """A percentile of the times between two tokens of a request."""
-        place = np.searchsorted(self.gaps.cumsum(), self.gaps.sum() * percent / 100)
-        return 1e-5 * 10 ** ((int(place) + 0.5) / BINS_PER_DECADE)
-
-
-def arrivals(args: argparse.Namespace, rate: float) -> Iterator[tuple[float, int]]:
-    """(time, prompt length), in order. `rate` short requests a second; infinite: all of them at once."""
-    rng = np.random.default_rng(args.seed)
-    burst = args.burst if args.arrivals == "bursty" else 1
-    now, next_long = 0.0, args.long_every or np.inf
-    made = 0
-    while made < args.requests:
-        now += rng.exponential(burst / rate) if np.isfinite(rate) else 0.0
-        while next_long <= now:
-            yield next_long, args.long_len
-            next_long += args.long_every
-        for _ in range(min(burst, args.requests - made)):
-            yield now, args.prompt_len
-            made += 1
-
-
-def closed(args: argparse.Namespace, num_long: float) -> Iterator[tuple[float, int]]:
-    """All requests at once, the long ones spread evenly among them."""
-    every = max(1, int(args.requests / num_long)) if num_long else 0
-    for n in range(args.requests):
-        yield 0.0, args.prompt_len
-        if every and n % every == every - 1:
-            yield 0.0, args.long_len
 
 
 def run(args: argparse.Namespace, policy: str, budget: int, coming: Iterator[tuple[float, int]]) -> Result:
     """Drive a scheduler until every request has ended."""
-    longest = max(args.prompt_len, args.long_len if args.long_every else 0) + args.output_len
     now = 0.0
     rules = Rules(share_prefixes=args.share_prefixes)
     scheduler = Scheduler(
         block_size=args.block_size, num_blocks=args.num_blocks, max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=budget, max_model_len=longest, max_running=args.max_num_seqs,
+        max_num_batched_tokens=budget, max_model_len=mix_of(args).longest, max_running=args.max_num_seqs,
         scheduling_policy=policy, rules=rules, clock=lambda: now,
     )  # fmt: skip
     model = CostModel(args.config, args.efficiency, args.base_us * 1e-6)
@@ -108,7 +76,7 @@ def run(args: argparse.Namespace, policy: str, budget: int, coming: Iterator[tup
     stems = rng.integers(0, 10000, (8, args.shared_prefix), dtype=np.int32)
     params = SamplingParams(max_tokens=args.output_len, ignore_eos=True)
     last_token = np.zeros(args.max_num_seqs)
-    gaps, longest_gap, host, number = np.zeros(8 * BINS_PER_DECADE, np.int64), 0.0, 0.0, 0
+    gaps, host, number = Gaps(), 0.0, 0
     first_token_s: list[float] = []
     in_flight: deque[tuple[ScheduledStep, float]] = deque()
     device_free = 0.0
@@ -138,15 +106,12 @@ def run(args: argparse.Namespace, policy: str, budget: int, coming: Iterator[tup
             again = done.rows[done.samples & ~first]
             took = now - last_token[again]
             last_token[rows] = now
-            if len(took):
-                bins = np.log10(np.maximum(took, 1e-5) / 1e-5) * BINS_PER_DECADE
-                gaps += np.bincount(bins.astype(np.int64), minlength=len(gaps))[: len(gaps)]
-                longest_gap = max(longest_gap, float(took.max()))
+            gaps.add(took)
             started = time.perf_counter()
             finished = scheduler.commit(done, np.ones(len(done.requests), np.int32))
             host += time.perf_counter() - started
             first_token_s += [request.first_token_time - request.arrival_time for request in finished]
-    return Result(now, scheduler.counters.output_tokens, np.array(first_token_s), gaps, longest_gap, host, scheduler)
+    return Result(now, scheduler.counters.output_tokens, np.array(first_token_s), gaps, host, scheduler)
 
 
 def rows_of(result: Result, case: str) -> list[Row]:
@@ -156,8 +121,8 @@ def rows_of(result: Result, case: str) -> list[Row]:
     return [
         Row(f"{case}, output rate", result.output_tokens / result.seconds, "tok/s"),
         *(Row(f"{case}, first token p{p}", value, "ms") for p, value in zip((50, 99), first, strict=True)),
-        *(Row(f"{case}, between tokens p{p:g}", result.gap_s(p) * 1e3, "ms") for p in (50, 99, 99.9)),
-        Row(f"{case}, longest gap", result.longest_gap_s * 1e3, "ms"),
+        *(Row(f"{case}, between tokens p{p:g}", result.gaps.percentile_s(p) * 1e3, "ms") for p in (50, 99, 99.9)),
+        Row(f"{case}, longest gap", result.gaps.longest_s * 1e3, "ms"),
         Row(f"{case}, preemptions", counters.preemptions, "count"),
         Row(f"{case}, prefix hits", 100 * counters.prefix_hit_tokens / max(1, counters.prefix_queried_tokens), "%"),
         Row(f"{case}, host a step", 1e6 * result.host_s / counters.steps, "us"),
@@ -169,16 +134,11 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--config", default="qwen3-8b")
     made.add_argument("--requests", type=int, default=5000)
-    made.add_argument("--prompt-len", type=int, default=1024)
-    made.add_argument("--output-len", type=int, default=256)
-    made.add_argument("--long-len", type=int, default=16384)
-    made.add_argument("--long-every", type=float, default=5.0, help="seconds; 0: no long prompts")
+    add_mix_options(made)
     made.add_argument("--shared-prefix", type=int, default=0, help="tokens that every eighth request shares")
     made.add_argument("--share-prefixes", action="store_true", help="requests wait for a prefix being computed")
     made.add_argument("--arrivals", choices=("poisson", "bursty"), default="poisson")
     made.add_argument("--burst", type=int, default=16, help="requests that come together under bursty")
-    made.add_argument("--load", type=float, default=0.7, help="share of the capacity")
-    made.add_argument("--rate", type=float, help="requests a second, instead of --load")
     made.add_argument("--policies", default="prefill_first,running_first")
     made.add_argument("--prefill-first-budget", type=int, default=8192)
     made.add_argument("--token-budgets", default="1024", help="of running_first, like 512,1024")
@@ -187,22 +147,24 @@ def main() -> None:
     made.add_argument("--num-blocks", type=int, default=11000)
     made.add_argument("--efficiency", type=float, default=0.85, help="of the hardware's measured limits")
     made.add_argument("--base-us", type=float, default=300.0, help="of a step, whatever is in it")
-    made.add_argument("--seed", type=int, default=0)
     args = made.parse_args()
+    mix = mix_of(args)
     rows: list[Row] = []
     rate = args.rate
     if rate is None:
         probe = argparse.Namespace(**{**vars(args), "requests": min(args.requests, 2000)})
         num_long = 0.0
         for _ in range(3 if args.long_every else 1):  # how many long prompts come in that time depends on the time
-            result = run(probe, "prefill_first", args.prefill_first_budget, closed(probe, num_long))
+            coming = all_at_once(mix, num_short=probe.requests, num_long=num_long)
+            result = run(probe, "prefill_first", args.prefill_first_budget, coming)
             num_long = result.seconds / args.long_every if args.long_every else 0.0
         rate = args.load * probe.requests / result.seconds
         rows.append(Row("capacity of the mix", probe.requests / result.seconds, "requests/s"))
     for policy in args.policies.split(","):
         budgets = args.token_budgets if policy == "running_first" else str(args.prefill_first_budget)
         for budget in map(int, budgets.split(",")):
-            result = run(args, policy, budget, arrivals(args, rate))
+            coming = arrivals(mix, rate, num_short=args.requests, seed=args.seed)
+            result = run(args, policy, budget, coming)
             rows += rows_of(result, f"{policy} budget {budget}")
     record("simulate", rows, device=cpu_name(), args=args)
 

@@ -15,20 +15,14 @@ from pathlib import Path
 
 from bench.common import Row, accelerator_name, commit, record, versions
 from bench.models import model_config, workload_floor_s
-from bench.workload import Workload, headline, random_prompts
+from bench.workload import Workload, headline
 
 STARTED = time.perf_counter()
-from bench.engines import TimedEngine, engine_parser, label, make_engine  # noqa: E402  (its imports are timed)
+from bench.engines import TimedEngine, engine_parser, label, make_engine, warm_up  # noqa: E402  (its imports are timed)
 from jaxvllm import SamplingParams  # noqa: E402
 from jaxvllm.config import compilation_cache_dir  # noqa: E402
 
 IMPORT_SECONDS = time.perf_counter() - STARTED
-
-
-def warm_up(engine: TimedEngine, max_id: int) -> None:
-    """Every allocation and code path once, with ids that the workload doesn't have as its prompts."""
-    prompts = random_prompts(64, 32, max_id=max_id, seed=1)
-    engine.generate(prompts, SamplingParams(temperature=0.6, max_tokens=8, ignore_eos=True), use_tqdm=False)
 
 
 def run_once(engine: TimedEngine, workload: Workload) -> float:
@@ -61,7 +55,7 @@ def main() -> None:
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
     start_seconds = time.perf_counter() - started
     with engine:
-        warm_up(engine, max_id)
+        warm_up(engine)
         seconds = [run_once(engine, workload) for _ in range(args.repeats)]
         report(args, engine, workload, seconds, start_seconds, warm)
 
