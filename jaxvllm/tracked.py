@@ -140,6 +140,14 @@ class Tracked:
     completions: list[Completion] = field(default_factory=list)
     prompt_parts: list[tuple[Any, Any]] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
+    _prompt_ids: list[int] | None = None
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt's ids, one list for all outputs: made at each step it would cost milliseconds."""
+        if self._prompt_ids is None:
+            self._prompt_ids = self.prompt.token_ids.tolist()
+        return self._prompt_ids
 
     def add(self, request: Request) -> Completion:
         """One more completion."""
@@ -152,8 +160,7 @@ class Tracked:
         params = self.params
         if self.tokenizer is None or not params.detokenize:
             return None
-        ids = self.prompt.token_ids.tolist()
-        stream = self.tokenizer.detokenizer(ids, skip_special_tokens=params.skip_special_tokens)
+        stream = self.tokenizer.detokenizer(self.prompt_ids, skip_special_tokens=params.skip_special_tokens)
         return CompletionText(stream, params.stop or (), include_stop=params.include_stop_str_in_output)
 
     @property
@@ -192,7 +199,7 @@ class Tracked:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
-            prompt_token_ids=self.prompt.token_ids.tolist(),
+            prompt_token_ids=self.prompt_ids,
             outputs=outputs,
             finished=self.finished,
             num_cached_tokens=request.first_cached_tokens if request.num_admissions else None,
@@ -216,7 +223,7 @@ class Tracked:
 
     def _read_prompt_logprobs(self) -> None:
         """Waits for the device's arrays and makes entries of them, for the prompt's tokens from the second on."""
-        decode, token_ids = self.decode, self.prompt.token_ids.tolist()
+        decode, token_ids = self.decode, self.prompt_ids
         self.prompt_logprobs = [None]
         for part in self.prompt_parts or ():
             for numbers, ids in zip(*map(np.asarray, part), strict=True):
