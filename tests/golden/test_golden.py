@@ -3,8 +3,8 @@
 Greedy tokens must be equal, token log-probabilities within 1e-4: one prompt at a time and all at once, at three block
 sizes, with prompts chunked to 5 tokens, and in the smallest pool that forces preemptions.
 
-Compiling steps is most of the time. The three tests of a checkpoint and a block size share the decode step, two of them
-the one of 192 tokens, through the session's compiled programs (tests/conftest.py).
+Compiling steps is most of the time, so the tests of a checkpoint and a block size share an engine. What makes them
+differ is the scheduler's matter: how many tokens a step may have, how many blocks there are.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ DATA = Path(__file__).parent.parent / "golden_data"
 NAMES = sorted(path.name for path in DATA.iterdir() if (path / "expected.json").is_file())
 QWEN3 = [name for name in NAMES if ModelConfig.from_dir(DATA / name).architecture == "Qwen3ForCausalLM"]
 # Block sizes meet a model in the attention alone, through its heads and head_dim. So every size for Qwen3, but one size
-# for the other families, which share all but their forward with it.
-CASES = [(name, size) for name in NAMES for size in (4, 16, 64) if name in QWEN3 or size == 16]
-# Where chunks meet blocks is the plan's matter, which knows no model: every size for one. The others' attention has
-# contexts longer than its queries, at each block size, in test_tokens_and_logprobs: with prefix hits.
-CHUNKED = [(name, size) for name, size in CASES if size == 16 or name == "tied_head_dim_differs"]
+# for the other families, which share all but their forward with it. (In this order: pytest puts the tests that share an
+# engine side by side if it has the same place in all their lists.)
+CASES = [(name, size) for size in (16, 4, 64) for name in NAMES if name in QWEN3 or size == 16]
+# Where chunks meet blocks is the plan's matter, which knows no model: every size for one, in a bucket of five tokens.
+CHUNKED = [case for case in CASES if case[1] == 16]
+SMALL_BLOCKS = [case for case in CASES if case[1] < 64]  # no pool of larger ones preempts
 LOGPROB_TOLERANCE = 1e-4
+NAMED = "{0[0]}-{0[1]}".format  # a case
 
 
 def expected(name: str) -> list[dict]:
@@ -58,41 +60,66 @@ def check_all_at_once(llm: Engine, cases: list[dict]) -> None:
     assert all(output.text == "" and output.outputs[0].finish_reason == "length" for output in outputs)
 
 
-@pytest.mark.parametrize(("name", "block_size"), CASES)
-def test_tokens_and_logprobs(name: str, block_size: int) -> None:
-    cases = expected(name)
+@pytest.fixture(scope="module")
+def shared(request: pytest.FixtureRequest):
+    """(the recorded cases, an engine) of a name and a block size."""
+    name, block_size = request.param
     with engine(name, block_size) as llm:
-        for case in cases:
-            assert llm.generate(case["prompt"], greedy(case), use_tqdm=False)[0].token_ids == case["greedy"]
-            check_scores(llm, case)
-        check_all_at_once(llm, cases)  # with prefix hits of the runs before
-        llm.reset_prefix_cache()
-        check_all_at_once(llm, cases)
-        stats = llm.stats()
-        assert stats["preemptions"] == 0 and stats["compiles_after_warmup"] == 0
+        yield expected(name), llm
+        assert llm.stats()["compiles_after_warmup"] == 0
+        assert llm.stats()["blocks_free"] == 512 // block_size
 
 
-@pytest.mark.parametrize(("name", "block_size"), CHUNKED)
-def test_prompts_chunked_to_five_tokens(name: str, block_size: int) -> None:
-    cases = expected(name)
-    with engine(name, block_size, max_num_batched_tokens=5, token_buckets=(5,)) as llm:
+@pytest.mark.parametrize("shared", CASES, indirect=True, ids=NAMED)
+def test_tokens_and_logprobs(shared: tuple[list[dict], Engine]) -> None:
+    cases, llm = shared
+    llm.reset_prefix_cache()
+    before = llm.stats()["preemptions"]
+    for case in cases:
+        assert llm.generate(case["prompt"], greedy(case), use_tqdm=False)[0].token_ids == case["greedy"]
+        check_scores(llm, case)
+    check_all_at_once(llm, cases)  # with prefix hits of the runs before
+    llm.reset_prefix_cache()
+    check_all_at_once(llm, cases)
+    assert llm.stats()["preemptions"] == before
+
+
+@pytest.mark.parametrize("shared", CHUNKED, indirect=True, ids=NAMED)
+def test_prompts_chunked_to_five_tokens(shared: tuple[list[dict], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    cases, llm = shared
+    llm.reset_prefix_cache()
+    before = llm.stats()
+    monkeypatch.setattr(llm._scheduler, "max_num_batched_tokens", 5)
+    check_all_at_once(llm, cases)
+    steps, tokens = (llm.stats()[name] - before[name] for name in ("prefill_steps", "prefill_tokens"))
+    assert tokens > 100 and steps >= tokens / 5
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 64])
+def test_a_bucket_of_five_tokens(block_size: int) -> None:
+    """Chunks as above, in a step made for them: at each block size for one model, scores too."""
+    cases = expected("tied_head_dim_differs")
+    with engine("tied_head_dim_differs", block_size, max_num_batched_tokens=5, token_buckets=(5,)) as llm:
         check_all_at_once(llm, cases)
         if block_size == 16:  # one more step to compile: at one block size
             check_scores(llm, cases[0])
 
 
-@pytest.mark.parametrize(("name", "block_size"), [case for case in CASES if case[1] < 64 and case[0] in QWEN3])
-def test_smallest_pool_with_preemptions(name: str, block_size: int) -> None:
+@pytest.mark.parametrize("shared", SMALL_BLOCKS, indirect=True, ids=NAMED)
+def test_smallest_pool_with_preemptions(shared: tuple[list[dict], Engine]) -> None:
     """The pool is made small by taking blocks out of it: a smaller cache would be other steps to compile."""
-    cases = expected(name)
-    num_blocks = smallest_preempting_pool(cases, block_size)
-    with engine(name, block_size) as llm:
-        pool = llm._scheduler.pool
-        pool.take(pool.num_blocks - num_blocks)
+    cases, llm = shared
+    llm.reset_prefix_cache()
+    before = llm.stats()["preemptions"]
+    pool = llm._scheduler.pool
+    num_blocks = smallest_preempting_pool(cases, pool.block_size)
+    taken = pool.take(pool.num_blocks - num_blocks)
+    try:
         check_all_at_once(llm, cases)
-        stats = llm.stats()
-        assert stats["preemptions"] > 0
-        assert stats["blocks_free"] == num_blocks
+        assert llm.stats()["preemptions"] > before
+        assert llm.stats()["blocks_free"] == num_blocks
+    finally:
+        pool.release(taken)
 
 
 def smallest_preempting_pool(cases: list[dict], block_size: int) -> int:

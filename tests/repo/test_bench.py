@@ -12,10 +12,12 @@ from bench import models, report, workload
 from tests.repo.sources import ROOT
 
 ROW_KEYS = {"bench", "case", "value", "unit", "floor", "device", "jax", "commit", "command", "date"}
+# As in tests/conftest.py, on one device: the question is whether they run.
+QUICK = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
 
 def run(module: str, out: Path, *options: str) -> list[dict[str, object]]:
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}  # that they run
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK}
     command = [sys.executable, "-m", f"bench.{module}", *options, "--out", str(out), "--commit", "abc"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
