@@ -183,7 +183,7 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     reserve_full_prompt: bool = True
     enable_chunked_prefill: bool = True
-    share_prefixes: bool = False
+    share_prefixes: bool = True
     enable_prefix_caching: bool = True
     dtype: str | None = None
     seed: int = 0

@@ -76,7 +76,7 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
                  max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, max_model_len: int | None = None,
                  gpu_memory_utilization: float = 0.9, scheduling_policy: str = "prefill_first",
                  policy: str = "fcfs", long_prefill_token_threshold: int = 0, reserve_full_prompt: bool = True,
-                 enable_chunked_prefill: bool = True, share_prefixes: bool = False,
+                 enable_chunked_prefill: bool = True, share_prefixes: bool = True,
                  enable_prefix_caching: bool = True, dtype: str | None = None, seed: int = 0,
                  attention_backend: str = "auto", batch_invariant: bool = False, async_steps: int = 1,
                  decode_buckets: Sequence[int] | None = None, token_buckets: Sequence[int] | None = None,
