@@ -155,8 +155,7 @@ class Executor:
         In this order: while it compiles, XLA times GEMM candidates on buffers of their real sizes, for which a GPU
         filled with cache blocks would have no room. The first runs are on empty plans, which write nothing.
         """
-        # plain ones first: the processed ones have the same products, and XLA has timed them by then
-        variants = [(bucket, processed) for processed in self.variants for bucket in buckets]
+        variants = [(bucket, processed) for bucket in buckets for processed in self.variants]
         started = time.perf_counter()
         self.num_blocks = num_blocks
         for made_for_another_pool in (self._layouts, self._steps, self._scores):
