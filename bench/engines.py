@@ -87,7 +87,7 @@ def make_engine(args: argparse.Namespace) -> TimedEngine:
     return TimedEngine(model_config(args.config), **{name: getattr(args, name) for name in ENGINE_OPTIONS})
 
 
-def reschedule(engine: TimedEngine, policy: str, budget: int, *, share_prefixes: bool = False) -> None:
+def reschedule(engine: TimedEngine, policy: str, budget: int, *, share_prefixes: bool = True) -> None:
     """Gives an idle engine another policy and budget: a new scheduler with an empty pool. Nothing is compiled: weights,
     the cache's memory and the steps stay. So it is the engine that was made so, if `budget` is one of the token
     buckets: an engine of a smaller budget has the same buckets up to there, and picks the same ones.
