@@ -41,7 +41,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "chunks of 16, mixed with decoding": {"max_num_batched_tokens": 16, "scheduling_policy": "running_first"},
     "no prefix cache, no step ahead": {"enable_prefix_caching": False, "async_steps": 0},
 }
-USUAL = "together", "chunks of 16, mixed with decoding"
+USUAL = ("chunks of 16, mixed with decoding",)
 CASES = [
     pytest.param(dtype, name, marks=() if dtype == "bfloat16" and name in USUAL else pytest.mark.slow)
     for dtype in ("bfloat16", "float32")

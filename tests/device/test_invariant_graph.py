@@ -89,7 +89,7 @@ def sums_of_steps(architecture: str, backend: str, tp: int, *, invariant: bool) 
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-@pytest.mark.parametrize("backend", ["triton", "mosaic"])
+@pytest.mark.parametrize("backend", ["triton", pytest.param("mosaic", marks=pytest.mark.slow)])
 def test_no_sum_is_left_to_xla(architecture: str, backend: str) -> None:
     assert sums_of_steps(architecture, backend, 1, invariant=True) == [Counter()] * 8
 

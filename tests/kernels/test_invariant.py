@@ -130,15 +130,19 @@ def test_attention_of_a_query_is_the_same_in_any_tile(name: str) -> None:
                                            query_tile=64, backend=name)  # fmt: skip
 
     want = None
-    for cut, before in zip(CUTS, (3, 0, 17, 1, 40), strict=True):
+    some = slice(None, None, 2 if name == "mosaic_interpret" else 1)  # it is slow
+    for cut, before in list(zip(CUTS, (3, 0, 17, 1, 40), strict=True))[some]:
         starts = np.cumsum([0, *cut[:-1]])
         got = np.concatenate([piece(int(s), n, before) for s, n in zip(starts, cut, strict=True)])
         want = got if want is None else want
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [pytest.param(device, dtype, marks=() if i == j else pytest.mark.slow)
+     for i, device in enumerate(DEVICES) for j, dtype in enumerate(("bfloat16", "float32"))],
+)  # fmt: skip
 def test_everything_lowers(device: str, dtype: str) -> None:
     def shape(*sizes: int, dtype: str = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
@@ -149,7 +153,7 @@ def test_everything_lowers(device: str, dtype: str) -> None:
     def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
         return kernels.matmul(x, weight, out_dtype=dtype, backend="triton")
 
-    for tokens in (1, 17, 256, 8192):
+    for tokens in (1, 8192):
         for inner, columns in ((1024, 4096), (12288, 4096), (1000, 331), (4096, 151_936 // 8)):
             assert count(matmul, shape(tokens, inner), shape(columns, inner)) == 1
         assert count(lambda x: kernels.silu_mul(x, backend="triton"), shape(tokens, 2, 3072)) == 1
