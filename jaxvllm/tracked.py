@@ -145,9 +145,10 @@ class Tracked:
     @property
     def prompt_ids(self) -> list[int]:
         """The prompt's ids, one list for all outputs: made at each step it would cost milliseconds."""
-        if self._prompt_ids is None:
-            self._prompt_ids = self.prompt.token_ids.tolist()
-        return self._prompt_ids
+        ids = self._prompt_ids
+        if ids is None:
+            ids = self._prompt_ids = self.prompt.token_ids.tolist()
+        return ids
 
     def add(self, request: Request) -> Completion:
         """One more completion."""
