@@ -27,13 +27,9 @@ class Gaps:
         place = np.searchsorted(self.counts.cumsum(), self.counts.sum() * percent / 100)
         return float(bin_start_s(int(place) + 0.5))
 
-    def survival(self) -> tuple[np.ndarray, np.ndarray]:
-        """(times in s, share of gaps at least that long), at the beginning of each bin that isn't empty."""
-        return survival(self.counts)
-
 
 def survival(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``Gaps.survival`` of a histogram's counts."""
+    """(times in s, share of gaps at least that long) of a histogram's counts, at the beginning of each filled bin."""
     filled = counts.nonzero()[0]
     at_least = counts[::-1].cumsum()[::-1][filled]
     return bin_start_s(filled), at_least / max(1, counts.sum())

@@ -27,7 +27,6 @@ __all__ = [
     "dot_precision",
     "einsum",
     "gumbel_argmax",
-    "invariant_attention",
     "log_sum",
     "matmul",
     "qk_norm_rope_write",
@@ -96,52 +95,21 @@ def ragged_attention(
     scale: float,
     query_tile: int,
     backend: str,
+    invariant: bool = False,
 ) -> jax.Array:
     """Causal attention of packed queries, any number a sequence, over cached prefixes: [T, Hq, D]; pad tokens zero.
 
     q [T, Hq, D] in kv's dtype; query_start int32 [B + 1]: sequence b's queries are tokens query_start[b] ..
     query_start[b + 1] - 1 and the last ones of its context_lens[b] tokens, all written before. tile_seq,
     tile_start int32 [NT]: the work list. A tile is up to query_tile consecutive tokens of one sequence, from
-    tile_start to at most the sequence's end; the tiles cover every query once; tile_seq -1 is no work. Raises
-    ValueError listing every argument of a wrong shape or dtype.
-    """
-    check_ragged(q, kv, block_tables, context_lens, query_start, tile_seq, tile_start, query_tile)
-    return implementation("ragged_attention", backend)(
-        q,
-        kv,
-        layer,
-        block_tables,
-        context_lens,
-        query_start,
-        tile_seq,
-        tile_start,
-        scale=scale,
-        query_tile=query_tile,
-    )
-
-
-def invariant_attention(
-    q: jax.Array,
-    kv: jax.Array,
-    layer: int | jax.Array,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    query_start: jax.Array,
-    tile_seq: jax.Array,
-    tile_start: jax.Array,
-    *,
-    scale: float,
-    query_tile: int,
-    backend: str,
-) -> jax.Array:
-    """`ragged_attention` in which a query's result depends on nothing but itself and its context, to the last bit.
-
-    Not on its place in its tile, on the tile's other queries, or on how far their contexts go. query_tile has to be the
-    same in every step.
+    tile_start to at most the sequence's end; the tiles cover every query once; tile_seq -1 is no work.
+    invariant: a query's result depends on nothing but itself and its context, to the last bit: not on its place in its
+    tile, on the tile's other queries, or on how far their contexts go; query_tile has to be the same in every step.
+    Raises ValueError listing every argument of a wrong shape or dtype.
     """
     check_ragged(q, kv, block_tables, context_lens, query_start, tile_seq, tile_start, query_tile)
     plan = block_tables, context_lens, query_start, tile_seq, tile_start
-    function = implementation("invariant_attention", backend)
+    function = implementation("invariant_attention" if invariant else "ragged_attention", backend)
     return function(q, kv, layer, *plan, scale=scale, query_tile=query_tile)
 
 

@@ -16,19 +16,16 @@ import tempfile
 
 import pytest
 
+from tests.xla_flags import QUICK
+
 NUM_FAKE_DEVICES = 8
-# A kernel is made of LLVM directly instead of through MLIR, and not optimised: half the time to compile a step.
-QUICK = (
-    "--xla_backend_optimization_level=0",
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-    "--xla_cpu_multi_thread_eigen=false",
-)
 ON_GPU = os.environ.get("JAXVLLM_TEST_GPU", "") not in ("", "0")
 
 if not ON_GPU:
     os.environ["JAX_PLATFORMS"] = "cpu"
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        flags = (os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={NUM_FAKE_DEVICES}", *QUICK)
+        flags = (os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={NUM_FAKE_DEVICES}", QUICK,
+                 "--xla_cpu_multi_thread_eigen=false")  # fmt: skip
         os.environ["XLA_FLAGS"] = " ".join(flags).strip()
     if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder of the process that started them
         os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxvllm-tests-")

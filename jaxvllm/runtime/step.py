@@ -21,7 +21,6 @@ from jaxvllm.kernels import (
     ResolvedBackends,
     add_rms_norm,
     decode_attention,
-    invariant_attention,
     qk_norm_rope_write,
     ragged_attention,
     rope_write,
@@ -73,10 +72,9 @@ def run_model(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespa
             out, arrivals = decode_attention(q, kv, layer, plan.block_tables, plan.context_lens, arrivals, scale=scale,
                                              backend=backends.decode_attention)  # fmt: skip
         else:
-            ragged = invariant_attention if backends.invariant else ragged_attention
-            out = ragged(q, kv, layer, plan.block_tables, plan.context_lens, plan.query_start, plan.tile_seq,
-                         plan.tile_start, scale=scale, query_tile=layout.query_tile,
-                         backend=backends.ragged_attention)  # fmt: skip
+            out = ragged_attention(q, kv, layer, plan.block_tables, plan.context_lens, plan.query_start,
+                                   plan.tile_seq, plan.tile_start, scale=scale, query_tile=layout.query_tile,
+                                   backend=backends.ragged_attention, invariant=backends.invariant)  # fmt: skip
         return out, (kv, arrivals)
 
     fused = None if backends.fused is None else fused_kernels(plan, model, backends, axis)

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 from checks import Checks
 
+from tests.xla_flags import QUICK
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-# As in tests/conftest.py. (The demo generates so much that it is quicker optimised.)
-QUICK = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
 
 def run(script: str, *args: str, xla_flags: str = "") -> subprocess.CompletedProcess[str]:

@@ -126,8 +126,8 @@ def test_attention_of_a_query_is_the_same_in_any_tile(name: str) -> None:
 
     @jax.jit
     def attend(q: Any, kv: Any, tables: Any, lens: Any, bounds: Any, seq: Any, first: Any) -> jax.Array:
-        return kernels.invariant_attention(q, kv, jnp.int32(0), tables, lens, bounds, seq, first, scale=0.3,
-                                           query_tile=64, backend=name)  # fmt: skip
+        return kernels.ragged_attention(q, kv, jnp.int32(0), tables, lens, bounds, seq, first, scale=0.3,
+                                        query_tile=64, backend=name, invariant=True)  # fmt: skip
 
     want = None
     some = slice(None, None, 2 if name == "mosaic_interpret" else 1)  # it is slow
@@ -177,8 +177,8 @@ def test_decode_rows_lower_as_a_ragged_step(batch: int) -> None:
                  shape(batch, 64), shape(batch), shape(batch + 1), shape(batch), shape(batch)]  # fmt: skip
     for name, call in (("triton", TRITON_CALL), ("mosaic", MOSAIC_CALL)):
         text = cuda_text(
-            lambda q, kv, *plan, name=name: kernels.invariant_attention(
-                q, kv, 3, *plan, scale=0.1, query_tile=64, backend=name
+            lambda q, kv, *plan, name=name: kernels.ragged_attention(
+                q, kv, 3, *plan, scale=0.1, query_tile=64, backend=name, invariant=True
             ),
             arguments,
         )

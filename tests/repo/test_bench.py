@@ -10,10 +10,9 @@ import pytest
 
 from bench import models, report, workload
 from tests.repo.sources import ROOT
+from tests.xla_flags import QUICK
 
 ROW_KEYS = {"bench", "case", "value", "unit", "floor", "device", "jax", "commit", "command", "date"}
-# As in tests/conftest.py, on one device: the question is whether they run.
-QUICK = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
 
 def run(module: str, out: Path, *options: str) -> list[dict[str, object]]:
