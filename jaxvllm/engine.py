@@ -248,9 +248,10 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
             step = self._scheduler.schedule()
             if step is not None:
                 bucket = self.buckets.pick(step)
-                buffer = fill_plan(step, self._scheduler, self._executor.layout(bucket))
-                knobs = self._processing.knobs(step, self._scheduler.rows, bucket)
-                self._in_flight.append((step, self._executor.dispatch(bucket, buffer, knobs)))
+                layout = self._executor.layout(bucket)
+                buffer = fill_plan(step, self._scheduler, layout)
+                words = self._processing.words(step, self._scheduler.rows, layout.views(buffer))
+                self._in_flight.append((step, self._executor.dispatch(bucket, buffer, words)))
                 if step.first_samples and self._num_watched:
                     self._read_prompts(step)
             finished: list[Request] = []

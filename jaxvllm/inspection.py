@@ -57,16 +57,22 @@ def inspect_checkpoint(path: str, config: ModelConfig) -> dict[str, Any]:
 def what_fits(config: ModelConfig, engine: EngineConfig, device_bytes: int | None) -> dict[str, Any]:
     """Bytes on each device, and the KV blocks that they leave room for: blocks, tokens, sequences of max_model_len."""
     from jaxvllm.models.params import per_device_size
-    from jaxvllm.runtime.memory import blocks_that_fit, device_budget, host_blocks, transient_estimate
-    from jaxvllm.runtime.processors import processor_bytes
+    from jaxvllm.runtime.memory import (
+        blocks_that_fit,
+        device_budget,
+        host_blocks,
+        processing_bytes,
+        transient_estimate,
+    )
     from jaxvllm.runtime.state import kv_block_bytes
+    from jaxvllm.startup import bucket_table
 
     tp, size = engine.tensor_parallel_size, engine.block_size
     assert engine.dtype is not None and engine.max_model_len is not None
     weights = per_device_size(param_table(config, tp=tp), tp) * DTYPE_BYTES[engine.dtype]
     block, per_sequence = kv_block_bytes(config, engine, tp), -(-engine.max_model_len // size)
     transient = transient_estimate(config, engine)
-    processors = engine.enable_processors * processor_bytes(engine.max_num_seqs, config.vocab_size, tp)
+    processors = processing_bytes(config, engine, bucket_table(engine), tp)
     if device_bytes is not None:
         device, budget = f"{device_bytes / 1e9:g} GB (asked)", int(device_bytes * engine.gpu_memory_utilization)
     else:

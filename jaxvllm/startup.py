@@ -114,10 +114,11 @@ def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable
     jax.block_until_ready(executor.params)
     logger.info("weights: %.2f GB in %.1f s", tables.param_bytes(table, configuration.DTYPE_BYTES[engine.dtype]) / 1e9,
                 time.perf_counter() - started)  # fmt: skip
-    num_blocks = engine.num_blocks or choose_num_blocks(executor, buckets.all)
-    if engine.warmup:
-        logger.info("compiling %d steps", len(buckets.all) * len(executor.variants))
-    executor.start(num_blocks, buckets.all if engine.warmup else ())
+    num_blocks = engine.num_blocks
+    if num_blocks is None:
+        num_blocks = choose_num_blocks(executor, buckets)
+    executor.compile(num_blocks, buckets.all if engine.warmup else ())
+    executor.start()
     if engine.warmup:
         logger.info("compiled %d steps in %.1f s", executor.num_compiles, executor.compile_seconds)
     return executor

@@ -55,6 +55,11 @@ class BucketTable:
         """Every bucket, decode first, each kind from small to large."""
         return (*self._decode, *self._ragged)
 
+    @property
+    def largest(self) -> tuple[Bucket, ...]:
+        """The largest of each kind."""
+        return self._decode[-1], self._ragged[-1]
+
     def pick(self, step: ScheduledStep) -> Bucket:
         """The smallest bucket that `step` fits. ValueError if none does."""
         if step.kind == "decode":

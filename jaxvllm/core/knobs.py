@@ -1,7 +1,7 @@
 """Knobs: the processors' numbers of a request, as one row of int32 words that a step hands to the device.
 
 Owns the order and encoding of these words, once, for both sides: the host fills them when a request gets its row, the
-step with processors slices them (`runtime.processors`). Must not know about vocabularies or jax.
+device slices them (`runtime.redraw`). Must not know about vocabularies or jax.
 
 A request that uses no processor has neutral knobs, so that it may share a step with others: nothing is done to it.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from jaxvllm.core.plan import StepPlan
     from jaxvllm.core.request import Request
 
 MAX_BAD_WORDS = 128
@@ -32,6 +33,16 @@ KNOBS = (
 )
 """Name and dtype of each word. A float32 word is the bits of its number."""
 
+DRAW = (
+    ("rows", "int32"),
+    ("seed_low", "uint32"),
+    ("seed_high", "uint32"),
+    ("sample_positions", "int32"),
+    ("temperatures", "float32"),
+    *KNOBS,
+)
+"""The words of a sequence that draws from processed logits: what a plan says about its draw, then its knobs."""
+
 
 _NEUTRAL = np.zeros(len(KNOBS), np.int32)
 _NEUTRAL[[3, 4, 7]] = np.array([1.0, -math.inf, 1.0], np.float32).view(np.int32)
@@ -40,6 +51,12 @@ _NEUTRAL[[3, 4, 7]] = np.array([1.0, -math.inf, 1.0], np.float32).view(np.int32)
 def neutral_knobs(num_rows: int) -> np.ndarray:
     """int32[num_rows, len(KNOBS)] of requests that use no processor (and of pads)."""
     return np.tile(_NEUTRAL, (num_rows, 1))
+
+
+def draw_words(plan: StepPlan, knobs: np.ndarray) -> np.ndarray:
+    """int32[B, len(DRAW)] of a plan's B sequences, pads included; knobs int32[B, len(KNOBS)]."""
+    columns = plan.rows, *plan.seeds.view(np.int32).T, plan.sample_positions, plan.temperatures.view(np.int32)
+    return np.concatenate([np.stack(columns, axis=1), knobs], axis=1)
 
 
 def knobs_of(request: Request) -> np.ndarray:

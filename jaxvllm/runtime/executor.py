@@ -1,9 +1,9 @@
 """Compiles one function per bucket ahead of time and dispatches steps to it.
 
 Ahead-of-time compilation takes the role of CUDA graphs: after warm-up every step calls a finished executable, and a
-compile is a bug that is counted and logged. Each bucket has two variants: plain, and processed (with logit
-processors and log-probabilities). Owns: parameters, device state, compiled functions. Must not know: requests, queues,
-tokens' meaning.
+compile is a bug that is counted and logged. A step with logit processors or log-probabilities calls a second one, which
+draws again from the logits of the first: one for each number of sequences, shared by the buckets. Owns: parameters,
+device state, compiled functions. Must not know: requests, queues, tokens' meaning.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,21 +25,19 @@ from tqdm import tqdm
 
 from jaxvllm.config import EngineConfig, ModelConfig
 from jaxvllm.core.buckets import Bucket
-from jaxvllm.core.knobs import KNOBS, neutral_knobs
+from jaxvllm.core.knobs import DRAW, draw_words, neutral_knobs
 from jaxvllm.core.plan import PlanLayout
 from jaxvllm.kernels import ResolvedBackends
 from jaxvllm.models.params import Table, nest
 from jaxvllm.models.registry import param_table
 from jaxvllm.runtime.mesh import TP, sharding, spmd
-from jaxvllm.runtime.processed_step import make_processed_step, make_prompt_logprobs
 from jaxvllm.runtime.processors import PROCESSOR_SPECS, ProcessorState, processor_shapes, set_row
-from jaxvllm.runtime.state import STATE_SPECS, allocate_state, state_shapes
-from jaxvllm.runtime.step import make_score, make_step
+from jaxvllm.runtime.redraw import make_redraw
+from jaxvllm.runtime.state import STATE_SPECS, allocate_state, logits_shape, state_shapes
+from jaxvllm.runtime.step import make_prompt_logprobs, make_score, make_step
 from jaxvllm.runtime.weights import ParamPlacer
 
 logger = logging.getLogger(__name__)
-
-Variant = tuple[Bucket, bool]  # whether it is the processed one
 
 # XLA's rematerialisation counts an updated cache as a new one, believes that 369 GB are needed and recomputes what it
 # can: a slice of the plan in every layer, 28 launches of 1.1 us. What a step really needs is measured (memory.py).
@@ -52,7 +50,7 @@ INVARIANT_OPTIONS = {"xla_allow_excess_precision": False}
 class StepHandle:
     """A dispatched step: its tokens [B] are on their way to the host.
 
-    logprobs: of a processed step, the arrays of ``gather_logprobs``; they travel, too.
+    logprobs: of a step that drew from processed logits, the arrays of ``gather_logprobs``; they travel, too.
     """
 
     tokens: jax.Array
@@ -91,7 +89,9 @@ class Executor:
         self.compile_seconds = 0.0
         self._warm = False
         self._layouts: dict[Bucket, PlanLayout] = {}
-        self._steps: dict[Variant, Any] = {}
+        self._steps: dict[Bucket, Any] = {}
+        self._redraws: dict[int, Any] = {}  # by the number of sequences
+        self._logits: dict[int, Any] = {}  # the same: where steps of so many leave theirs
         self._scores: dict[Any, Any] = {}
         self._set_row: Any = None
 
@@ -100,12 +100,9 @@ class Executor:
     def layout(self, bucket: Bucket) -> PlanLayout:
         """The layout of a bucket's plans."""
         if bucket not in self._layouts:
-            self._layouts[bucket] = self._make_layout(bucket, self.num_blocks)
+            drop_slot = self.num_blocks * self.engine.block_size  # slots at and past the pool's end are dropped
+            self._layouts[bucket] = PlanLayout(bucket, self.table_width, self.engine.max_num_seqs, drop_slot)
         return self._layouts[bucket]
-
-    def _make_layout(self, bucket: Bucket, num_blocks: int) -> PlanLayout:
-        # slots at and past the pool's end are dropped
-        return PlanLayout(bucket, self.table_width, self.engine.max_num_seqs, num_blocks * self.engine.block_size)
 
     @property
     def processor_shapes(self) -> ProcessorState:
@@ -116,25 +113,46 @@ class Executor:
     def _on_gpu(self) -> bool:
         return self.mesh.devices.flat[0].platform == "gpu"
 
-    def compile_step(self, variant: Variant, num_blocks: int) -> Any:
-        """Compiles one variant of a bucket's step for a pool of ``num_blocks``; nothing is stored."""
-        bucket, processed = variant
-        layout = self._make_layout(bucket, num_blocks)
-        state = state_shapes(self.model, self.engine, self.mesh, num_blocks)
-        if not processed:
-            return self._compile(make_step(layout, self.model, self.backends, TP), layout, state, STATE_SPECS, ())
-        step = make_processed_step(layout, self.model, self.engine, self.backends, TP, unroll=self._on_gpu)
-        knobs = jax.ShapeDtypeStruct((bucket.num_seqs, len(KNOBS)), jnp.int32, sharding=sharding(self.mesh))
-        states, specs = (state, self.processor_shapes), (STATE_SPECS, PROCESSOR_SPECS)
-        return self._compile(step, layout, states, specs, (knobs,))
+    def _logits_shape(self, num_seqs: int) -> jax.ShapeDtypeStruct | None:
+        return logits_shape(self.model.vocab_size, self.mesh, num_seqs) if self.engine.enable_processors else None
 
-    def _compile(self, function: Any, layout: PlanLayout, state: Any, state_specs: Any, extra: tuple[Any, ...]) -> Any:
-        specs = (self.param_specs, state_specs, P(), *(P() for _ in extra))
-        mapped = spmd(function, self.mesh, specs, (state_specs, P()))
-        buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=sharding(self.mesh))
-        lowered = jax.jit(mapped, donate_argnums=(1,)).lower(self._param_shapes, state, buffer, *extra)
+    def _compile_step(self, bucket: Bucket) -> Any:
+        state = state_shapes(self.model, self.engine, self.mesh, self.num_blocks)
+        logits, specs = self._logits_shape(bucket.num_seqs), P(None, TP) if self.engine.enable_processors else None
+        layout = self.layout(bucket)
+        step = make_step(layout, self.model, self.backends, TP)
+        mapped = spmd(step, self.mesh, (self.param_specs, STATE_SPECS, specs, P()), (STATE_SPECS, specs, P()))
+        lowered = jax.jit(mapped, donate_argnums=(1, 2), keep_unused=True).lower(
+            self._param_shapes, state, logits, self._words(layout.size)
+        )
+        return lowered.compile(compiler_options=self._options)
+
+    def _compile_redraw(self, num_seqs: int) -> Any:
+        last_tokens = state_shapes(self.model, self.engine, self.mesh, 1).last_tokens
+        redraw = make_redraw(self.model, self.engine, self.backends, TP, unroll=self._on_gpu)
+        specs = P(), PROCESSOR_SPECS
+        mapped = spmd(redraw, self.mesh, (specs, P(None, TP), P()), (specs, P()))
+        lowered = jax.jit(mapped, donate_argnums=(0,)).lower(
+            (last_tokens, self.processor_shapes), self._logits_shape(num_seqs), self._words(num_seqs, len(DRAW))
+        )
+        return lowered.compile(compiler_options=self._options)
+
+    def compile_forward(self, function: Any, *sizes: int) -> Any:
+        """(params, state, *words) -> (state, what every shard has), for one array of int32 words of each size."""
+        words = [self._words(size) for size in sizes]
+        specs = (self.param_specs, STATE_SPECS, *(P() for _ in words))
+        mapped = spmd(function, self.mesh, specs, (STATE_SPECS, P()))
+        state = state_shapes(self.model, self.engine, self.mesh, self.num_blocks)
+        lowered = jax.jit(mapped, donate_argnums=(1,)).lower(self._param_shapes, state, *words)
+        return lowered.compile(compiler_options=self._options)
+
+    def _words(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding(self.mesh))
+
+    @property
+    def _options(self) -> dict[str, Any] | None:
         options = (GPU_OPTIONS if self._on_gpu else {}) | (INVARIANT_OPTIONS if self.backends.invariant else {})
-        return lowered.compile(compiler_options=options or None)
+        return options or None
 
     def _compile_set_row(self) -> Any:
         old = self.processor_shapes
@@ -144,63 +162,88 @@ class Executor:
         row = jax.ShapeDtypeStruct((), jnp.int32)
         return jax.jit(mapped, donate_argnums=(0,)).lower(old, row, new).compile()
 
-    @property
-    def variants(self) -> tuple[bool, ...]:
-        """Plain (False) and, unless the engine does without, processed (True)."""
-        return (False, True) if self.engine.enable_processors else (False,)
+    def compile(self, num_blocks: int, buckets: Sequence[Bucket]) -> None:
+        """Compiles the steps of ``buckets`` for a pool of ``num_blocks``, and their redraws; what is there stays.
 
-    def start(self, num_blocks: int, buckets: Sequence[Bucket]) -> None:
-        """Compiles ``buckets`` for a pool of ``num_blocks``, then allocates the pool, then runs each once.
-
-        In this order: while it compiles, XLA times GEMM candidates on buffers of their real sizes, for which a GPU
-        filled with cache blocks would have no room. The first runs are on empty plans, which write nothing.
+        Before the pool is allocated: while it compiles, XLA times GEMM candidates on buffers of their real sizes, for
+        which a GPU filled with cache blocks would have no room.
         """
-        variants = [(bucket, processed) for bucket in buckets for processed in self.variants]
         started = time.perf_counter()
-        self.num_blocks = num_blocks
-        for made_for_another_pool in (self._layouts, self._steps, self._scores):
-            made_for_another_pool.clear()
-        self._steps |= compile_in_threads(lambda v: self.compile_step(v, num_blocks), variants)
-        self.num_compiles += len(variants)
-        self.state = allocate_state(state_shapes(self.model, self.engine, self.mesh, num_blocks))
+        if num_blocks != self.num_blocks:
+            self.num_blocks = num_blocks
+            for made_for_another_pool in (self._layouts, self._steps, self._scores):
+                made_for_another_pool.clear()
+        steps = {bucket: self._compile_step for bucket in buckets if bucket not in self._steps}
+        numbers = {bucket.num_seqs for bucket in buckets} if self.engine.enable_processors else set()
+        redraws = {number: self._compile_redraw for number in numbers if number not in self._redraws}
+        made = compile_in_threads(steps | redraws)
+        self._steps |= {bucket: made[bucket] for bucket in steps}
+        self._redraws |= {number: made[number] for number in redraws}
+        self.num_compiles += len(made)
+        self.compile_seconds += time.perf_counter() - started
+
+    def transient_bytes(self) -> int:
+        """The largest temporary memory of what is compiled, by XLA's own figures."""
+        peaks = []
+        for compiled in (*self._steps.values(), *self._redraws.values()):
+            analysis = compiled.memory_analysis()
+            peaks.append(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+        return max(peaks, default=0)
+
+    def start(self) -> None:
+        """Allocates the pool, then runs each compiled step once, on an empty plan, which writes nothing.
+
+        From here on a compilation counts as one after warm-up, if the engine has one.
+        """
+        started = time.perf_counter()
+        self.state = allocate_state(state_shapes(self.model, self.engine, self.mesh, self.num_blocks))
+        self._logits.clear()
         if self.engine.enable_processors:
             self.processors = allocate_state(self.processor_shapes)
-            self._set_row = self._compile_set_row() if variants else None
-        for bucket, processed in variants:
-            knobs = neutral_knobs(bucket.num_seqs) if processed else None
-            self.dispatch(bucket, self.layout(bucket).empty(), knobs)
+            self._set_row = self._compile_set_row() if self._steps else None
+        for bucket in list(self._steps):
+            layout = self.layout(bucket)
+            words = draw_words(layout.views(layout.empty()), neutral_knobs(bucket.num_seqs))
+            self.dispatch(bucket, layout.empty(), words if self.engine.enable_processors else None)
         jax.block_until_ready((self.state, self.processors))
         self.compile_seconds += time.perf_counter() - started
-        self._warm = bool(buckets)
+        self._warm = self.engine.warmup
 
     # Steps
 
-    def dispatch(self, bucket: Bucket, buffer: np.ndarray, knobs: np.ndarray | None = None) -> StepHandle:
+    def dispatch(self, bucket: Bucket, buffer: np.ndarray, words: np.ndarray | None = None) -> StepHandle:
         """Starts a step and returns at once. ``buffer``: a plan of ``self.layout(bucket)``, not changed afterwards.
 
-        knobs: int32 [num_seqs of the bucket, len(KNOBS)], for the processed variant; None: the plain one.
+        words: int32 [num_seqs of the bucket, len(DRAW)], for a draw from processed logits; None: from the model's.
         """
-        compiled = self._compiled((bucket, knobs is not None))
-        if knobs is None:
-            self.state, tokens = compiled(self.params, self.state, buffer)
+        number = bucket.num_seqs
+        if number not in self._logits:
+            shape = self._logits_shape(number)
+            self._logits[number] = None if shape is None else allocate_state(shape)
+        compiled = self._compiled(self._steps, bucket, self._compile_step)
+        self.state, logits, tokens = compiled(self.params, self.state, self._logits[number], buffer)
+        self._logits[number] = logits
+        if words is None:
             tokens.copy_to_host_async()
             return StepHandle(tokens)
-        states = (self.state, self.processors)
-        (self.state, self.processors), (tokens, *numbers) = compiled(self.params, states, buffer, knobs)
+        redraw = self._compiled(self._redraws, number, self._compile_redraw)
+        states = self.state.last_tokens, self.processors
+        (last_tokens, self.processors), (tokens, *numbers) = redraw(states, logits, words)
+        self.state = self.state.replace(last_tokens=last_tokens)
         for array in (tokens, *numbers):
             array.copy_to_host_async()
         return StepHandle(tokens, (numbers[0], numbers[1]))
 
-    def _compiled(self, variant: Variant) -> Any:
-        compiled = self._steps.get(variant)
+    def _compiled[Key](self, known: dict[Key, Any], key: Key, compile_one: Callable[[Key], Any]) -> Any:
+        compiled = known.get(key)
         if compiled is None:
             started = time.perf_counter()
-            compiled = self._steps[variant] = self.compile_step(variant, self.num_blocks)
+            compiled = known[key] = compile_one(key)
             self.num_compiles += 1
             self.compile_seconds += time.perf_counter() - started
             if self._warm:
                 self.compiles_after_warmup += 1
-                logger.warning("compiled %s after warm-up: this is a bug, please report it", variant[0])
+                logger.warning("compiled %s after warm-up: this is a bug, please report it", key)
         return compiled
 
     def set_processor_row(self, row: int, new: ProcessorState) -> None:
@@ -210,13 +253,9 @@ class Executor:
         self.processors = self._set_row(self.processors, np.int32(row), new)
 
     def _compiled_score(self, key: Any, layout: PlanLayout, function: Any) -> Any:
-        compiled = self._scores.get(key)
-        if compiled is None:
-            state = state_shapes(self.model, self.engine, self.mesh, self.num_blocks)
-            shape = (layout.bucket.num_tokens,)
-            targets = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding(self.mesh))
-            compiled = self._scores[key] = self._compile(function, layout, state, STATE_SPECS, (targets,))
-        return compiled
+        if key not in self._scores:
+            self._scores[key] = self.compile_forward(function, layout.size, layout.bucket.num_tokens)
+        return self._scores[key]
 
     def prompt_logprobs(self, bucket: Bucket, buffer: np.ndarray, targets: np.ndarray) -> tuple[jax.Array, jax.Array]:
         """As ``score``, with the most probable tokens: float32 and int32 [T, 1 + max_logprobs], on their way."""
@@ -239,33 +278,33 @@ class Executor:
         self.state, logprobs = compiled(self.params, self.state, buffer, targets)
         return np.asarray(logprobs)
 
-    def compiled_text(self, bucket: Bucket, processed: bool = False) -> str:
-        """The compiled step's HLO text (tests read it: no cache-shaped copy)."""
-        return self._steps[bucket, processed].as_text()
+    def compiled_text(self, key: Bucket | int) -> str:
+        """HLO text of a bucket's step, or of the redraw of so many sequences (tests read it: no cache-shaped copy)."""
+        return (self._redraws[key] if isinstance(key, int) else self._steps[key]).as_text()
 
     def close(self) -> None:
         """Gives the device memory back."""
-        for leaf in jax.tree.leaves((self.params, self.state, self.processors)):
+        for leaf in jax.tree.leaves((self.params, self.state, self.processors, self._logits)):
             if isinstance(leaf, jax.Array) and not leaf.is_deleted():
                 leaf.delete()
         self.params, self.state, self.processors = {}, None, None
-        self._steps.clear()
-        self._scores.clear()
+        for compiled in (self._steps, self._redraws, self._scores, self._logits):
+            compiled.clear()
 
 
-def compile_in_threads(compile_one: Any, variants: Sequence[Variant]) -> dict[Variant, Any]:
-    """Compiles the steps side by side (XLA releases the GIL), the largest first; {variant: compiled}.
+def compile_in_threads(jobs: Mapping[Any, Callable[[Any], Any]]) -> dict[Any, Any]:
+    """{key: jobs[key](key)}, side by side (XLA releases the GIL): buckets first, the largest of them first.
 
     Shows a progress bar on stderr if that is a terminal.
     """
-    if not variants:
+    if not jobs:
         return {}
-    ordered = sorted(variants, key=lambda v: -v[0].num_tokens)
+    ordered = sorted(jobs, key=lambda key: -key.num_tokens if isinstance(key, Bucket) else 0)
     workers = min(len(ordered), os.cpu_count() or 1)
     bar = tqdm(total=len(ordered), desc="Compiling", unit="step", disable=None)  # None: unless it is no terminal
 
-    def counted(variant: Variant) -> Any:
-        compiled = compile_one(variant)
+    def counted(key: Any) -> Any:
+        compiled = jobs[key](key)
         with bar.get_lock():
             bar.update()
         return compiled

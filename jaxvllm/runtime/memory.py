@@ -1,20 +1,20 @@
 """How many KV blocks fit: budget - what is used - the largest step's transient peak, in coarse steps.
 
-The transient is XLA's own figure for the largest steps, compiled against a small pool (it doesn't depend on the pool's
-size: the cache is written in place). Owns: this arithmetic. Must not know: what the blocks are for.
+The pool's size is part of every compiled shape, and the transient peak is XLA's own figure once that is compiled: so a
+first size comes from an estimate, and another only where the figure says that it was wrong. Owns: this arithmetic.
+Must not know: what the blocks are for.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh
 
 from jaxvllm.config import DTYPE_BYTES, ConfigError, EngineConfig, ModelConfig, backend_memory_fraction
-from jaxvllm.core.buckets import Bucket
-from jaxvllm.runtime.executor import Executor, compile_in_threads
+from jaxvllm.core.buckets import BucketTable
+from jaxvllm.runtime.executor import Executor
 from jaxvllm.runtime.processors import processor_bytes
 from jaxvllm.runtime.state import kv_block_bytes
 
@@ -22,11 +22,14 @@ logger = logging.getLogger(__name__)
 
 HOST_POOL_BYTES = 1 << 30  # a CPU has no device memory to measure: at most this much
 STEPS_OF_BUDGET = 128  # the count is a compile-time shape: a few MB of difference must not miss the compilation cache
+ENOUGH = 0.02  # of the budget: less isn't worth compiling again for
 MARGIN = 0.01  # of the budget, for what the allocator loses between pieces
 
 
-def choose_num_blocks(executor: Executor, buckets: Sequence[Bucket]) -> int:
-    """The number of blocks for ``executor``'s model, measured; its parameters are already on the devices.
+def choose_num_blocks(executor: Executor, buckets: BucketTable) -> int:
+    """The number of blocks for ``executor``'s model; its parameters are already on the devices.
+
+    Compiles for that number: all buckets, or without warm-up only the largest of each kind.
 
     Raises ConfigError when not even one sequence of max_model_len fits.
     """
@@ -40,9 +43,14 @@ def choose_num_blocks(executor: Executor, buckets: Sequence[Bucket]) -> int:
     budget = device_budget(engine, stats["bytes_limit"])
     used = max(device_bytes_in_use(mesh))
     # allocated after compilation, like the cache
-    used += engine.enable_processors * processor_bytes(engine.max_num_seqs, model.vocab_size, mesh.size)
-    transient = max(transient_bytes(executor, buckets), tuning_bytes(executor))
-    blocks = blocks_that_fit(budget, used, transient, block_bytes)
+    used += processing_bytes(model, engine, buckets, mesh.size)
+    tuning = tuning_bytes(executor)
+    transient, measured = max(transient_estimate(model, engine) * 5 // 4, tuning), -1
+    while not measured <= transient <= measured + budget * ENOUGH:
+        transient = transient if measured < 0 else measured
+        blocks = blocks_that_fit(budget, used, transient, block_bytes)
+        executor.compile(max(blocks, per_sequence), buckets.all if engine.warmup else buckets.largest)
+        measured = max(executor.transient_bytes(), tuning, measured)
     logger.info(
         "KV cache: %d blocks of %d tokens (%.2f GB) = budget %.2f GB - used %.2f GB - transient %.2f GB",
         blocks, engine.block_size, blocks * block_bytes / 1e9, budget / 1e9, used / 1e9, transient / 1e9,
@@ -64,8 +72,16 @@ def host_blocks(engine: EngineConfig, block_bytes: int) -> int:
     return max(min(engine.max_num_seqs * per_sequence, HOST_POOL_BYTES // block_bytes), per_sequence)
 
 
+def processing_bytes(model: ModelConfig, engine: EngineConfig, buckets: BucketTable, tp: int) -> int:
+    """Bytes on each device that processors keep: by row, and each bucket size's logits."""
+    if not engine.enable_processors:
+        return 0
+    logits = sum({bucket.num_seqs for bucket in buckets.all}) * 4 * -(-model.vocab_size // tp)
+    return processor_bytes(engine.max_num_seqs, model.vocab_size, tp) + logits
+
+
 def transient_estimate(model: ModelConfig, engine: EngineConfig) -> int:
-    """About what a step needs besides weights and cache, without compiling it (``transient_bytes`` measures).
+    """About what a step needs besides weights and cache, without compiling it (``Executor.transient_bytes`` measures).
 
     The larger of a full prompt step (residual stream, projections, gate_up and its product of every token) and the
     sampler's float32 logits with their noise, and with processors their keys and weights.
@@ -106,16 +122,3 @@ def tuning_bytes(executor: Executor) -> int:
     """Room to compile beside a full pool (``Engine.score``'s first use): XLA times GEMMs on buffers of real sizes."""
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(executor.params)) // executor.mesh.size
     return largest * 3 // 2 + (512 << 20)
-
-
-def transient_bytes(executor: Executor, buckets: Sequence[Bucket]) -> int:
-    """The largest temporary memory of any step: XLA's figure for the biggest bucket of each kind and variant."""
-    largest = {bucket.kind: bucket for bucket in sorted(buckets, key=lambda b: b.num_tokens)}
-    small_pool = 16
-    variants = [(bucket, processed) for bucket in largest.values() for processed in executor.variants]
-    compiled = compile_in_threads(lambda variant: executor.compile_step(variant, small_pool), variants)
-    peaks = []
-    for step in compiled.values():
-        analysis = step.memory_analysis()
-        peaks.append(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
-    return max(peaks)

@@ -1,7 +1,7 @@
-"""Logit processors inside the step: masks, bias, penalties, then the filters min_p, top_k and top_p.
+"""Logit processors: masks, bias, penalties, then the filters min_p, top_k and top_p.
 
 Vectorised over rows with different wishes and over a sharded vocabulary; reductions only, no sort, no branch, no loop
-on a GPU, so that the step stays one captured graph. What a request wants in numbers comes as knobs (`core.knobs`);
+on a GPU, so that all of it is one captured graph. What a request wants in numbers comes as knobs (`core.knobs`);
 what it wants by vocabulary id or word lies in `ProcessorState`, by row, on the device.
 
 Owns: the state and its updates, and what the sampler sees. Must not know: requests, plans.
@@ -9,6 +9,7 @@ Owns: the state and its updates, and what the sampler sees. Must not know: reque
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -76,11 +77,11 @@ def set_row(state: ProcessorState, row: jax.Array, new: ProcessorState) -> Proce
     return jax.tree.map(lambda old, one: lax.dynamic_update_index_in_dim(old, one, row, 0), state, new)
 
 
-def unpack_knobs(knobs: jax.Array) -> dict[str, jax.Array]:
-    """knobs [B, len(KNOBS)] int32 -> {name: [B]}, each in its dtype."""
+def unpack_words(words: jax.Array, table: Sequence[tuple[str, str]] = KNOBS) -> dict[str, jax.Array]:
+    """words [B, len(table)] int32 -> {name: [B]}, each in its dtype; table: (name, dtype) of each word."""
     return {
-        name: knobs[:, i] if dtype == "int32" else lax.bitcast_convert_type(knobs[:, i], jnp.dtype(dtype))
-        for i, (name, dtype) in enumerate(KNOBS)
+        name: words[:, i] if dtype == "int32" else lax.bitcast_convert_type(words[:, i], jnp.dtype(dtype))
+        for i, (name, dtype) in enumerate(table)
     }
 
 
@@ -89,7 +90,7 @@ def process(logits: jax.Array, knobs: dict[str, jax.Array], state: ProcessorStat
             unroll: bool, numerics: Numerics = ORDINARY) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The model's logits, and what the sampler draws from: all applied but the temperature, -inf where left out.
 
-    logits [B, V_local] float32; knobs from ``unpack_knobs``; rows [B] int32 (pads past the last row); positions [B]
+    logits [B, V_local] float32; knobs from ``unpack_words``; rows [B] int32 (pads past the last row); positions [B]
     int32: tokens before the sampled one; temperatures [B] float32. In both results NaN and ids at and above vocab_size
     are -inf; nothing else happens to rows with neutral knobs.
     """

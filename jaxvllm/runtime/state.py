@@ -62,6 +62,12 @@ def state_shapes(model: ModelConfig, engine: EngineConfig, mesh: Mesh, num_block
     return DeviceState(cache=KVCache(kv=kv), last_tokens=last)  # type: ignore[arg-type]
 
 
+def logits_shape(vocab_size: int, mesh: Mesh, num_seqs: int) -> jax.ShapeDtypeStruct:
+    """[num_seqs, V] float32, sharded over the vocabulary, which is padded to a multiple of the shards."""
+    padded = -(-vocab_size // mesh.size) * mesh.size
+    return jax.ShapeDtypeStruct((num_seqs, padded), jnp.float32, sharding=sharding(mesh, (None, TP)))
+
+
 def allocate_state[State](shapes: State) -> State:
     """Zeros of those shapes, a tree of ShapeDtypeStructs.
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxvllm.config import ModelConfig
+from jaxvllm.config import EngineConfig, ModelConfig
 from jaxvllm.core.plan import PlanLayout
 from jaxvllm.kernels import (
     ResolvedBackends,
@@ -132,24 +132,29 @@ def next_logits(params: Mapping[str, Any], state: DeviceState, plan: SimpleNames
     return head_logits(family(model).head_table(params), hidden, project), kv
 
 
-def draw(logits: jax.Array, kv: jax.Array, state: DeviceState, plan: SimpleNamespace, model: ModelConfig,
-         backends: ResolvedBackends, axis: str) -> tuple[DeviceState, jax.Array]:  # fmt: skip
-    """One token a row from the logits (tokens [B] int32), and the state that the next step starts from."""
+def draw(logits: jax.Array, last_tokens: jax.Array, plan: Any, model: ModelConfig, backends: ResolvedBackends,
+         axis: str) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """One token a sequence from the logits (tokens [B] int32); and last_tokens with them in the plan's rows."""
     numerics = numerics_of(backends)
     sample_rows = numerics.rows(partial(sample, vocab_size=model.vocab_size, axis=axis, backend=backends.fused,
                                         tiles=numerics.sample_tiles))  # fmt: skip
     tokens = sample_rows(logits, plan.temperatures, plan.seeds, plan.sample_positions)
-    last_tokens = state.last_tokens.at[plan.rows].set(tokens, mode="drop")
-    return DeviceState(cache=KVCache(kv=kv), last_tokens=last_tokens), tokens
+    return tokens, last_tokens.at[plan.rows].set(tokens, mode="drop")
 
 
 def make_step(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackends, axis: str) -> Callable[..., Any]:
-    """(params, state, buffer) -> (state, tokens [B] int32): one step of the bucket that ``layout`` belongs to."""
+    """(params, state, logits, buffer) -> (state, logits, tokens [B] int32): one step of the bucket of ``layout``.
 
-    def step(params: Mapping[str, Any], state: DeviceState, buffer: jax.Array) -> tuple[DeviceState, jax.Array]:
+    The logits that come in are a buffer [B, V_local] float32 for those that go out, or None: then none do.
+    """
+
+    def step(params: Mapping[str, Any], state: DeviceState, room: jax.Array | None, buffer: jax.Array
+             ) -> tuple[DeviceState, jax.Array | None, jax.Array]:  # fmt: skip
         plan = unpack(buffer, layout)
         logits, kv = next_logits(params, state, plan, layout, model, backends, axis)
-        return draw(logits, kv, state, plan, model, backends, axis)
+        tokens, last_tokens = draw(logits, state.last_tokens, plan, model, backends, axis)
+        state = DeviceState(cache=KVCache(kv=kv), last_tokens=last_tokens)
+        return state, None if room is None else logits, tokens
 
     return step
 
@@ -170,3 +175,22 @@ def make_score(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackend
         return state.replace(cache=KVCache(kv=kv)), logprobs  # type: ignore[attr-defined]
 
     return score
+
+
+def make_prompt_logprobs(layout: PlanLayout, model: ModelConfig, engine: EngineConfig, backends: ResolvedBackends,
+                         axis: str) -> Callable[..., Any]:  # fmt: skip
+    """(params, state, buffer, targets [T] int32) -> (state, (floats, ints)), each [T, 1 + max_logprobs].
+
+    The plan's slots are all past the cache's end: it is read, never written.
+    """
+
+    def run(params: Mapping[str, Any], state: DeviceState, buffer: jax.Array, targets: jax.Array
+            ) -> tuple[DeviceState, tuple[jax.Array, jax.Array]]:  # fmt: skip
+        plan = unpack(buffer, layout)
+        hidden, kv = run_model(params, state, plan, layout, model, backends, axis)
+        head = family(model).head_table(params)
+        numbers = prompt_logprobs(head, hidden, targets, engine.max_logprobs, vocab_size=model.vocab_size, axis=axis,
+                                  numerics=numerics_of(backends))  # fmt: skip
+        return state.replace(cache=KVCache(kv=kv)), numbers  # type: ignore[attr-defined]
+
+    return run

@@ -123,7 +123,9 @@ def test_inspect_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert fits["budget_bytes"] == 90_000_000
     assert fits["weight_bytes"] == 187_712 * 4
     assert fits["block_bytes"] == 2 * 3 * 2 * 16 * 32 * 4
-    assert fits["processor_bytes"] == 4 * 256 * (2 * 331 + 15 + 128 * 16)  # counts, bias, recent tokens, bad words
+    by_row = 2 * 331 + 15 + 128 * 16  # counts, bias, recent tokens, bad words
+    logits = 331 * (1 + 2 + 4 + 8 + 16 + 32 + 64 + 96 + 128 + 192 + 256)  # of each bucket's sequences
+    assert fits["processor_bytes"] == 4 * (256 * by_row + logits)
     free = 90_000_000 - fits["weight_bytes"] - fits["processor_bytes"] - fits["step_bytes"] - 900_000
     step = 90_000_000 // 128 // fits["block_bytes"]
     assert fits["blocks"] == free // fits["block_bytes"] // step * step

@@ -16,16 +16,16 @@ from jax.sharding import PartitionSpec as P
 
 from jaxvllm.config import EngineConfig, ModelConfig
 from jaxvllm.core.buckets import Bucket
-from jaxvllm.core.knobs import KNOBS
+from jaxvllm.core.knobs import DRAW
 from jaxvllm.core.plan import PlanLayout
 from jaxvllm.kernels import resolve_backend
 from jaxvllm.models.params import nest
 from jaxvllm.models.registry import FAMILIES, param_table
 from jaxvllm.runtime.mesh import TP, make_mesh, spmd
-from jaxvllm.runtime.processed_step import make_processed_step, make_prompt_logprobs
 from jaxvllm.runtime.processors import PROCESSOR_SPECS, processor_shapes
-from jaxvllm.runtime.state import STATE_SPECS, state_shapes
-from jaxvllm.runtime.step import make_score, make_step
+from jaxvllm.runtime.redraw import make_redraw
+from jaxvllm.runtime.state import STATE_SPECS, logits_shape, state_shapes
+from jaxvllm.runtime.step import make_prompt_logprobs, make_score, make_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 KERNELS = {"pallas_call", "mpmd_map"}  # Triton's, Mosaic's
@@ -56,6 +56,10 @@ def float_sums(jaxpr: Any) -> Counter[str]:
     return found
 
 
+def words(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
 def sums_of_steps(architecture: str, backend: str, tp: int, *, invariant: bool) -> list[Counter[str]]:
     """Of each function that an engine compiles, for buckets of one and of more tokens."""
     model = ModelConfig(architecture=architecture, vocab_size=1031, hidden_size=64, intermediate_size=128,
@@ -68,23 +72,24 @@ def sums_of_steps(architecture: str, backend: str, tp: int, *, invariant: bool) 
     specs = nest({path: P(*info.axes) for path, info in table.items()})
     params = nest({path: jax.ShapeDtypeStruct(info.shape, jnp.bfloat16) for path, info in table.items()})
     state = state_shapes(model, engine, mesh, 16)
-    both = (state, processor_shapes(mesh, 256, model.vocab_size)), (STATE_SPECS, PROCESSOR_SPECS)
+    cache, vocabulary = STATE_SPECS, P(None, TP)
     found = []
+
+    def look(function: Any, in_specs: Any, out_specs: Any, *arguments: Any) -> None:
+        found.append(float_sums(jax.make_jaxpr(spmd(function, mesh, in_specs, out_specs))(*arguments).jaxpr))
+
     for bucket in (Bucket("decode", 1, 1), Bucket("decode", 256, 256), Bucket("ragged", 64, 64)):
         layout = PlanLayout(bucket, 4, 256, 16 * 64)
-        knobs = jax.ShapeDtypeStruct((bucket.num_seqs, len(KNOBS)), jnp.int32)
-        processed = make_processed_step(layout, model, engine, backends, TP, unroll=True)
-        functions: list[Any] = [(make_step(layout, model, backends, TP), state, STATE_SPECS, ()),
-                                (processed, *both, (knobs,))]  # fmt: skip
+        logits, buffer = logits_shape(model.vocab_size, mesh, bucket.num_seqs), words(layout.size)
+        step = make_step(layout, model, backends, TP)
+        look(step, (specs, cache, vocabulary, P()), (cache, vocabulary, P()), params, state, logits, buffer)
+        redraw = make_redraw(model, engine, backends, TP, unroll=True)
+        states, both = (state.last_tokens, processor_shapes(mesh, 256, model.vocab_size)), (P(), PROCESSOR_SPECS)
+        look(redraw, (both, vocabulary, P()), (both, P()), states, logits, words(bucket.num_seqs, len(DRAW)))
         if bucket.kind == "ragged":
-            targets = (jax.ShapeDtypeStruct((bucket.num_tokens,), jnp.int32),)
-            score = make_score(layout, model, backends, TP)
-            prompt = make_prompt_logprobs(layout, model, engine, backends, TP)
-            functions += [(one, state, STATE_SPECS, targets) for one in (score, prompt)]
-        for function, states, state_specs, extra in functions:
-            mapped = spmd(function, mesh, (specs, state_specs, P(), *(P() for _ in extra)), (state_specs, P()))
-            buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-            found.append(float_sums(jax.make_jaxpr(mapped)(params, states, buffer, *extra).jaxpr))
+            for function in (make_score(layout, model, backends, TP),
+                             make_prompt_logprobs(layout, model, engine, backends, TP)):  # fmt: skip
+                look(function, (specs, cache, P(), P()), (cache, P()), params, state, buffer, words(bucket.num_tokens))
     return found
 
 
@@ -102,4 +107,4 @@ def test_over_shards_only_zeros_are_added() -> None:
 
 def test_the_default_has_them() -> None:
     for found in sums_of_steps("Qwen3ForCausalLM", "triton", 1, invariant=False):
-        assert found["dot_general"] > 0
+        assert found

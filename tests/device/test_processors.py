@@ -24,7 +24,7 @@ from jaxvllm.runtime.processors import (
     count_tokens,
     host_row,
     process,
-    unpack_knobs,
+    unpack_words,
 )
 from jaxvllm.runtime.sampler import sample
 from tests.device.processor_reference import allowed_and_penalised, filtered, probabilities, random_params
@@ -79,7 +79,7 @@ class Batch:
 
 def on_device(axis: str | None = None, unroll: bool = False) -> Any:
     def run(logits: Any, knobs: Any, state: Any, rows: Any, positions: Any, temperatures: Any) -> Any:
-        known = unpack_knobs(knobs)
+        known = unpack_words(knobs)
         return process(logits, known, state, rows, positions, temperatures, vocab_size=VOCAB, axis=axis, unroll=unroll)
 
     return run
@@ -93,7 +93,7 @@ DRAW = jax.jit(partial(sample, vocab_size=VOCAB))
 def before_filters(logits: Any, knobs: Any, state: Any, rows: Any, positions: Any, temperatures: Any) -> Any:
     ids = jnp.arange(VOCAB, dtype=jnp.int32)
     narrow = state.replace(counts=state.counts[:, :VOCAB], bias=state.bias[:, :VOCAB])
-    return apply_row_state(logits[:, :VOCAB], unpack_knobs(knobs), narrow, rows, positions, ids)
+    return apply_row_state(logits[:, :VOCAB], unpack_words(knobs), narrow, rows, positions, ids)
 
 
 def test_two_thousand_random_params_against_the_definitions() -> None:

@@ -16,7 +16,6 @@ from jaxvllm import Engine
 from jaxvllm.models import qwen3
 from jaxvllm.models.layers import head_logits
 from jaxvllm.runtime.mesh import TP
-from jaxvllm.runtime.state import STATE_SPECS, state_shapes
 from jaxvllm.runtime.step import run_model, unpack
 
 
@@ -32,8 +31,7 @@ def last_token_logits(llm: Engine, prompts: Sequence[np.ndarray]) -> np.ndarray:
         last = hidden[plan.query_start[1:2] - 1]
         return state.replace(cache=state.cache.replace(kv=kv)), head_logits(qwen3.head_table(params), last)
 
-    shapes = state_shapes(llm.model_config, llm.config, executor.mesh, executor.num_blocks)
-    compiled = executor._compile(logits, layout, shapes, STATE_SPECS, ())
+    compiled = executor.compile_forward(logits, layout.size)
     rows = []
     for prompt in prompts:
         buffer = layout.empty()

@@ -42,7 +42,9 @@ def test_matmul(tokens: int, inner: int, columns: int, dtype: str) -> None:
 
     want = x.astype(np.float64) @ weight.astype(np.float64).T
     picks = [*PICKS, list(range(tokens - 1, 2, -1))]
-    np.testing.assert_allclose(same_rows(function, x, picks=picks), want, atol=2e-6 * np.abs(want).max())
+    # a float32 sum of so many terms, one after the other; TF32 would be off by 6e-5, bfloat16 sums by far more
+    bound = 2e-6 * max(1, inner / 1024) * np.abs(want).max()
+    np.testing.assert_allclose(same_rows(function, x, picks=picks), want, atol=bound)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
