@@ -9,13 +9,16 @@ its own stays as warm as it is). A plain read: the same files, 16 threads, 16 MB
 its time is the floor of a load. A load ends when the parameters are on jax's devices.
 """
 
+import argparse
 import math
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -130,35 +133,43 @@ def timed(action: Callable[[], object], before: Callable[[], None], repeats: int
     return statistics.median(seconds)
 
 
-def measure(source: Path, work: Path, label: str, tp: int, repeats: int) -> list[Row]:
+def peak_bytes(source: Path, target: Path) -> int:
+    """The largest resident memory of a process that converts, as a user runs it."""
+    command = [sys.executable, "-m", "jaxvllm.convert", str(source), str(target), "--force"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(command)} ended with status {os.waitstatus_to_exitcode(status)}")
+    return usage.ru_maxrss * 1024
+
+
+def measure(source: Path, work: Path, label: str, args: argparse.Namespace) -> Iterator[Row]:
     from jaxvllm.convert import convert_checkpoint, verify_checkpoint
 
-    ours = work / "ours"
-    rows = []
+    ours, tp, repeats = work / "ours", args.tensor_parallel_size, args.repeats
     size = sum(f.stat().st_size for f in weight_files(source)) / 1e9
 
-    def rows_of(what: str, seconds: float, floor: float | None) -> None:
-        rows.append(Row(f"{label} {what}", seconds, "s", floor))
-        rows.append(Row(f"{label} {what} rate", size / seconds, "GB/s", None if floor is None else size / floor))
+    def rows_of(what: str, seconds: float, floor: float | None) -> Iterator[Row]:
+        yield Row(f"{label} {what}", seconds, "s", floor)
+        yield Row(f"{label} {what} rate", size / seconds, "GB/s", None if floor is None else size / floor)
 
     def convert() -> None:
         shutil.rmtree(ours, ignore_errors=True)
         convert_checkpoint(source, ours)
 
     buffers()
-    convert()  # imports, and something to read
+    yield Row(f"{label} convert, peak memory", peak_bytes(source, ours) / 1e9, "GB")
     load(source, tp)
-    for state in ("cold", "warm"):
+    for state in args.states.split(","):
         ready = partial(partial, drop_from_cache if state == "cold" else plain_read)
 
         floor = timed(lambda: plain_read(source), ready(source), repeats)
-        rows_of(f"plain read {state}", floor, None)
-        rows_of(f"convert {state}", timed(convert, ready(source), repeats), None)
-        rows_of(f"load safetensors {state}", timed(lambda: load(source, tp), ready(source), repeats), floor)
+        yield from rows_of(f"plain read {state}", floor, None)
+        yield from rows_of(f"load safetensors {state}", timed(lambda: load(source, tp), ready(source), repeats), floor)
         own_floor = timed(lambda: plain_read(ours), ready(ours), repeats)
-        rows_of(f"load ours {state}", timed(lambda: load(ours, tp), ready(ours), repeats), own_floor)
-        rows_of(f"verify {state}", timed(partial(verify_checkpoint, ours), ready(ours), repeats), own_floor)
-    return rows
+        yield from rows_of(f"load ours {state}", timed(lambda: load(ours, tp), ready(ours), repeats), own_floor)
+        yield from rows_of(f"verify {state}", timed(partial(verify_checkpoint, ours), ready(ours), repeats), own_floor)
+        yield from rows_of(f"convert {state}", timed(convert, ready(source), repeats), None)
 
 
 def main() -> None:
@@ -169,6 +180,7 @@ def main() -> None:
     what.add_argument("--model", type=Path, help="a Hugging Face folder that is there")
     made.add_argument("--work", type=Path, help="folder to write in, 2 x the model (default: a temporary one)")
     made.add_argument("--tensor-parallel-size", type=int, default=1)
+    made.add_argument("--states", default="cold,warm", help="of the page cache (default: cold,warm)")
     made.add_argument("--repeats", type=int, default=3)
     args = made.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-convert-", dir=args.work) as folder:
@@ -177,8 +189,8 @@ def main() -> None:
             write_random(source, model_config(args.config) if args.config else sized_config(args.size_gb))
         label = args.config or (args.model.name if args.model else f"{args.size_gb:g} GB")
         label += f" tp{args.tensor_parallel_size}" if args.tensor_parallel_size > 1 else ""
-        rows = measure(source, Path(folder), label, args.tensor_parallel_size, args.repeats)
-    record("convert", rows, device=accelerator_name(args.tensor_parallel_size), args=args)
+        for row in measure(source, Path(folder), label, args):
+            record("convert", [row], device=accelerator_name(args.tensor_parallel_size), args=args)
 
 
 if __name__ == "__main__":

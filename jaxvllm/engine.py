@@ -254,8 +254,7 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
                 self._in_flight.append((step, self._executor.dispatch(bucket, buffer, words)))
                 if step.first_samples and self._num_watched:
                     self._read_prompts(step)
-            finished: list[Request] = []
-            keep = self.config.async_steps if step is not None else 0
+            finished, keep = list[Request](), self.config.async_steps if step is not None else 0
             while len(self._in_flight) > keep:
                 finished += self._commit(*self._in_flight.popleft())
             return finished

@@ -53,7 +53,7 @@ class Processing:
             known[: request.num_prompt],
             known[request.num_prompt :],
             vocab_size=self._executor.model.vocab_size,
-            padded=self._executor.processor_shapes.counts.shape[1],
+            padded=self._executor.compiler.processor_shapes.counts.shape[1],
             end_ids=np.array(sorted(request.min_tokens_masks), np.int64),
             logit_bias=dict(params.logit_bias or {}),
             allowed=None if allowed is None else np.array(allowed, np.int64),

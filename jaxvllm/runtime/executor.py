@@ -9,41 +9,30 @@ device state, compiled functions. Must not know: requests, queues, tokens' meani
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
-from tqdm import tqdm
 
 from jaxvllm.config import EngineConfig, ModelConfig
 from jaxvllm.core.buckets import Bucket
-from jaxvllm.core.knobs import DRAW, draw_words, neutral_knobs
+from jaxvllm.core.knobs import draw_words, neutral_knobs
 from jaxvllm.core.plan import PlanLayout
 from jaxvllm.kernels import ResolvedBackends
-from jaxvllm.models.params import Table, nest
+from jaxvllm.models.params import Table
 from jaxvllm.models.registry import param_table
-from jaxvllm.runtime.mesh import TP, sharding, spmd
-from jaxvllm.runtime.processors import PROCESSOR_SPECS, ProcessorState, processor_shapes, set_row
-from jaxvllm.runtime.redraw import make_redraw
-from jaxvllm.runtime.state import STATE_SPECS, allocate_state, logits_shape, state_shapes
-from jaxvllm.runtime.step import make_prompt_logprobs, make_score, make_step
+from jaxvllm.runtime.compiler import Compiler, compile_in_threads
+from jaxvllm.runtime.mesh import TP
+from jaxvllm.runtime.processors import ProcessorState
+from jaxvllm.runtime.state import allocate_state, state_shapes
+from jaxvllm.runtime.step import make_prompt_logprobs, make_score
 from jaxvllm.runtime.weights import ParamPlacer
 
 logger = logging.getLogger(__name__)
-
-# XLA's rematerialisation counts an updated cache as a new one, believes that 369 GB are needed and recomputes what it
-# can: a slice of the plan in every layer, 28 launches of 1.1 us. What a step really needs is measured (memory.py).
-GPU_OPTIONS = {"xla_gpu_memory_limit_slop_factor": "100000"}
-# Else a bfloat16 that goes on inside a fusion keeps float32's bits, and what is fused depends on the step's shape.
-INVARIANT_OPTIONS = {"xla_allow_excess_precision": False}
 
 
 @dataclass(slots=True)
@@ -73,12 +62,7 @@ class Executor:
                  table_width: int) -> None:  # fmt: skip
         self.model, self.engine, self.mesh, self.backends = model, engine, mesh, backends
         self.table_width = table_width
-        self.param_specs = nest({path: P(*info.axes) for path, info in table.items()})
-        dtype = jnp.dtype(engine.dtype)
-        self._param_shapes = nest(
-            {path: jax.ShapeDtypeStruct(info.shape, dtype, sharding=sharding(mesh, info.axes))
-             for path, info in table.items()}
-        )  # fmt: skip
+        self.compiler = Compiler(model, engine, mesh, table, backends)
         self.placer = ParamPlacer(param_table(model), table, mesh, str(engine.dtype))
         self.params: dict[str, Any] = {}
         self.state: Any = None  # DeviceState, once started
@@ -104,64 +88,6 @@ class Executor:
             self._layouts[bucket] = PlanLayout(bucket, self.table_width, self.engine.max_num_seqs, drop_slot)
         return self._layouts[bucket]
 
-    @property
-    def processor_shapes(self) -> ProcessorState:
-        """The processors' state as ShapeDtypeStructs."""
-        return processor_shapes(self.mesh, self.engine.max_num_seqs, self.model.vocab_size)
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.mesh.devices.flat[0].platform == "gpu"
-
-    def _logits_shape(self, num_seqs: int) -> jax.ShapeDtypeStruct | None:
-        return logits_shape(self.model.vocab_size, self.mesh, num_seqs) if self.engine.enable_processors else None
-
-    def _compile_step(self, bucket: Bucket) -> Any:
-        state = state_shapes(self.model, self.engine, self.mesh, self.num_blocks)
-        logits, specs = self._logits_shape(bucket.num_seqs), P(None, TP) if self.engine.enable_processors else None
-        layout = self.layout(bucket)
-        step = make_step(layout, self.model, self.backends, TP)
-        mapped = spmd(step, self.mesh, (self.param_specs, STATE_SPECS, specs, P()), (STATE_SPECS, specs, P()))
-        lowered = jax.jit(mapped, donate_argnums=(1, 2), keep_unused=True).lower(
-            self._param_shapes, state, logits, self._words(layout.size)
-        )
-        return lowered.compile(compiler_options=self._options)
-
-    def _compile_redraw(self, num_seqs: int) -> Any:
-        last_tokens = state_shapes(self.model, self.engine, self.mesh, 1).last_tokens
-        redraw = make_redraw(self.model, self.engine, self.backends, TP, unroll=self._on_gpu)
-        specs = P(), PROCESSOR_SPECS
-        mapped = spmd(redraw, self.mesh, (specs, P(None, TP), P()), (specs, P()))
-        lowered = jax.jit(mapped, donate_argnums=(0,)).lower(
-            (last_tokens, self.processor_shapes), self._logits_shape(num_seqs), self._words(num_seqs, len(DRAW))
-        )
-        return lowered.compile(compiler_options=self._options)
-
-    def compile_forward(self, function: Any, *sizes: int) -> Any:
-        """(params, state, *words) -> (state, what every shard has), for one array of int32 words of each size."""
-        words = [self._words(size) for size in sizes]
-        specs = (self.param_specs, STATE_SPECS, *(P() for _ in words))
-        mapped = spmd(function, self.mesh, specs, (STATE_SPECS, P()))
-        state = state_shapes(self.model, self.engine, self.mesh, self.num_blocks)
-        lowered = jax.jit(mapped, donate_argnums=(1,)).lower(self._param_shapes, state, *words)
-        return lowered.compile(compiler_options=self._options)
-
-    def _words(self, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding(self.mesh))
-
-    @property
-    def _options(self) -> dict[str, Any] | None:
-        options = (GPU_OPTIONS if self._on_gpu else {}) | (INVARIANT_OPTIONS if self.backends.invariant else {})
-        return options or None
-
-    def _compile_set_row(self) -> Any:
-        old = self.processor_shapes
-        new = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), old)
-        specs = jax.tree.map(lambda spec: P(*spec[1:]), PROCESSOR_SPECS, is_leaf=lambda leaf: isinstance(leaf, P))
-        mapped = spmd(set_row, self.mesh, (PROCESSOR_SPECS, P(), specs), PROCESSOR_SPECS)
-        row = jax.ShapeDtypeStruct((), jnp.int32)
-        return jax.jit(mapped, donate_argnums=(0,)).lower(old, row, new).compile()
-
     def compile(self, num_blocks: int, buckets: Sequence[Bucket]) -> None:
         """Compiles the steps of ``buckets`` for a pool of ``num_blocks``, and their redraws; what is there stays.
 
@@ -175,12 +101,15 @@ class Executor:
                 made_for_another_pool.clear()
         steps = {bucket: self._compile_step for bucket in buckets if bucket not in self._steps}
         numbers = {bucket.num_seqs for bucket in buckets} if self.engine.enable_processors else set()
-        redraws = {number: self._compile_redraw for number in numbers if number not in self._redraws}
+        redraws = {number: self.compiler.redraw for number in numbers if number not in self._redraws}
         made = compile_in_threads(steps | redraws)
         self._steps |= {bucket: made[bucket] for bucket in steps}
         self._redraws |= {number: made[number] for number in redraws}
         self.num_compiles += len(made)
         self.compile_seconds += time.perf_counter() - started
+
+    def _compile_step(self, bucket: Bucket) -> Any:
+        return self.compiler.step(self.layout(bucket), self.num_blocks)
 
     def transient_bytes(self) -> int:
         """The largest temporary memory of what is compiled, by XLA's own figures."""
@@ -199,8 +128,8 @@ class Executor:
         self.state = allocate_state(state_shapes(self.model, self.engine, self.mesh, self.num_blocks))
         self._logits.clear()
         if self.engine.enable_processors:
-            self.processors = allocate_state(self.processor_shapes)
-            self._set_row = self._compile_set_row() if self._steps else None
+            self.processors = allocate_state(self.compiler.processor_shapes)
+            self._set_row = self.compiler.set_row() if self._steps else None
         for bucket in list(self._steps):
             layout = self.layout(bucket)
             words = draw_words(layout.views(layout.empty()), neutral_knobs(bucket.num_seqs))
@@ -218,7 +147,7 @@ class Executor:
         """
         number = bucket.num_seqs
         if number not in self._logits:
-            shape = self._logits_shape(number)
+            shape = self.compiler.logits_shape(number)
             self._logits[number] = None if shape is None else allocate_state(shape)
         compiled = self._compiled(self._steps, bucket, self._compile_step)
         self.state, logits, tokens = compiled(self.params, self.state, self._logits[number], buffer)
@@ -226,7 +155,7 @@ class Executor:
         if words is None:
             tokens.copy_to_host_async()
             return StepHandle(tokens)
-        redraw = self._compiled(self._redraws, number, self._compile_redraw)
+        redraw = self._compiled(self._redraws, number, self.compiler.redraw)
         states = self.state.last_tokens, self.processors
         (last_tokens, self.processors), (tokens, *numbers) = redraw(states, logits, words)
         self.state = self.state.replace(last_tokens=last_tokens)
@@ -249,12 +178,13 @@ class Executor:
     def set_processor_row(self, row: int, new: ProcessorState) -> None:
         """Replaces what the processors know about a row, after all steps dispatched so far. new: ``host_row``."""
         if self._set_row is None:
-            self._set_row = self._compile_set_row()
+            self._set_row = self.compiler.set_row()
         self.processors = self._set_row(self.processors, np.int32(row), new)
 
     def _compiled_score(self, key: Any, layout: PlanLayout, function: Any) -> Any:
         if key not in self._scores:
-            self._scores[key] = self.compile_forward(function, layout.size, layout.bucket.num_tokens)
+            sizes = layout.size, layout.bucket.num_tokens
+            self._scores[key] = self.compiler.forward(function, self.num_blocks, *sizes)
         return self._scores[key]
 
     def prompt_logprobs(self, bucket: Bucket, buffer: np.ndarray, targets: np.ndarray) -> tuple[jax.Array, jax.Array]:
@@ -290,24 +220,3 @@ class Executor:
         self.params, self.state, self.processors = {}, None, None
         for compiled in (self._steps, self._redraws, self._scores, self._logits):
             compiled.clear()
-
-
-def compile_in_threads(jobs: Mapping[Any, Callable[[Any], Any]]) -> dict[Any, Any]:
-    """{key: jobs[key](key)}, side by side (XLA releases the GIL): buckets first, the largest of them first.
-
-    Shows a progress bar on stderr if that is a terminal.
-    """
-    if not jobs:
-        return {}
-    ordered = sorted(jobs, key=lambda key: -key.num_tokens if isinstance(key, Bucket) else 0)
-    workers = min(len(ordered), os.cpu_count() or 1)
-    bar = tqdm(total=len(ordered), desc="Compiling", unit="step", disable=None)  # None: unless it is no terminal
-
-    def counted(key: Any) -> Any:
-        compiled = jobs[key](key)
-        with bar.get_lock():
-            bar.update()
-        return compiled
-
-    with bar, ThreadPoolExecutor(max_workers=workers) as pool:
-        return dict(zip(ordered, pool.map(counted, ordered), strict=True))

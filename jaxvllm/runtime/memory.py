@@ -45,12 +45,15 @@ def choose_num_blocks(executor: Executor, buckets: BucketTable) -> int:
     # allocated after compilation, like the cache
     used += processing_bytes(model, engine, buckets, mesh.size)
     tuning = tuning_bytes(executor)
-    transient, measured = max(transient_estimate(model, engine) * 5 // 4, tuning), -1
-    while not measured <= transient <= measured + budget * ENOUGH:
-        transient = transient if measured < 0 else measured
+    transient = max(transient_estimate(model, engine) * 5 // 4, tuning)
+    while True:
         blocks = blocks_that_fit(budget, used, transient, block_bytes)
         executor.compile(max(blocks, per_sequence), buckets.all if engine.warmup else buckets.largest)
-        measured = max(executor.transient_bytes(), tuning, measured)
+        measured = max(executor.transient_bytes(), tuning)
+        if measured <= transient <= measured + budget * ENOUGH:
+            break
+        # a second time it is measured for another pool: the larger counts, so that there is an end
+        transient = measured if transient > measured + budget * ENOUGH else max(transient, measured)
     logger.info(
         "KV cache: %d blocks of %d tokens (%.2f GB) = budget %.2f GB - used %.2f GB - transient %.2f GB",
         blocks, engine.block_size, blocks * block_bytes / 1e9, budget / 1e9, used / 1e9, transient / 1e9,

@@ -31,7 +31,7 @@ def last_token_logits(llm: Engine, prompts: Sequence[np.ndarray]) -> np.ndarray:
         last = hidden[plan.query_start[1:2] - 1]
         return state.replace(cache=state.cache.replace(kv=kv)), head_logits(qwen3.head_table(params), last)
 
-    compiled = executor.compile_forward(logits, layout.size)
+    compiled = executor.compiler.forward(logits, executor.num_blocks, layout.size)
     rows = []
     for prompt in prompts:
         buffer = layout.empty()

@@ -1,0 +1,113 @@
+"""How the pool gets its size: what is kept counts to the byte, and a wrong estimate of a step is found and mended."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax
+import numpy as np
+import pytest
+
+from jaxvllm.config import ConfigError, EngineConfig, ModelConfig
+from jaxvllm.core.buckets import Bucket, BucketTable
+from jaxvllm.runtime.executor import Executor
+from jaxvllm.runtime.memory import choose_num_blocks, processing_bytes, transient_estimate
+from jaxvllm.runtime.mesh import make_mesh
+from jaxvllm.runtime.processors import processor_bytes, processor_shapes
+from jaxvllm.runtime.state import allocate_state, logits_shape
+
+GB = 10**9
+MODEL = ModelConfig(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=64, max_position_embeddings=4096)  # fmt: skip
+BUCKETS = BucketTable((1, 8), (8, 64), 8)
+WEIGHTS = 2 * GB
+BLOCK = 2 * 2 * 2 * 64 * 64 * 2  # layers, k and v, heads, tokens, elements, bytes
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_what_processors_keep_on_each_device(shards: int) -> None:
+    mesh = make_mesh(shards)
+    state = allocate_state(processor_shapes(mesh, 3, 331))
+    logits = allocate_state({n: logits_shape(331, mesh, n) for n in (1, 8)})
+    for device in mesh.devices.flat:
+        held = [
+            [shard.data.nbytes for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards
+             if shard.device == device]
+            for tree in (state, logits)
+        ]  # fmt: skip
+        by_row = processor_bytes(3, 331, shards)
+        assert sum(held[0]) == by_row
+        config = EngineConfig(max_num_seqs=3)
+        model = cast(ModelConfig, SimpleNamespace(vocab_size=331))
+        assert sum(held[0]) + sum(held[1]) == processing_bytes(model, config, BUCKETS, shards)
+
+
+class Device:
+    """A GPU of 100 GB, of which the weights are used and jax may have all."""
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_limit": 100 * GB, "bytes_in_use": WEIGHTS}
+
+
+class FakeExecutor:
+    """Compiles nothing, and says what a step then needs."""
+
+    def __init__(self, needs: list[int], **options: Any) -> None:
+        options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "dtype": "bfloat16"} | options
+        self.model, self.engine = MODEL, EngineConfig(**options).resolve(MODEL)
+        self.mesh = SimpleNamespace(devices=np.array([Device()]), size=1)
+        self.params = {"w": SimpleNamespace(nbytes=GB // 10)}
+        self.needs, self.compiled = needs, list[tuple[int, tuple[Bucket, ...]]]()
+
+    def compile(self, num_blocks: int, buckets: tuple[Bucket, ...]) -> None:
+        self.compiled.append((num_blocks, buckets))
+
+    def transient_bytes(self) -> int:
+        return self.needs[min(len(self.compiled), len(self.needs)) - 1]
+
+
+def chosen(executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("jaxvllm.runtime.memory.backend_memory_fraction", lambda: 1.0)
+    monkeypatch.setattr("jax.tree.leaves", lambda tree: list(tree.values()))
+    return choose_num_blocks(cast(Executor, executor), BUCKETS)
+
+
+def most(transient: int, executor: FakeExecutor) -> int:
+    """Blocks in 90 % of the device, less 1 %, with so much for a step; rounded down to 1/128 of the budget."""
+    kept = WEIGHTS + processing_bytes(MODEL, executor.engine, BUCKETS, 1)
+    return (90 * GB - 9 * GB // 10 - kept - transient) // BLOCK // (90 * GB // 128 // BLOCK) * (90 * GB // 128 // BLOCK)
+
+
+TUNING = GB // 10 * 3 // 2 + (512 << 20)
+
+
+def test_an_estimate_that_holds_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = FakeExecutor([10 << 20])
+    assert transient_estimate(MODEL, executor.engine) * 5 // 4 < TUNING
+    assert chosen(executor, monkeypatch) == most(TUNING, executor)
+    assert executor.compiled == [(most(TUNING, executor), BUCKETS.all)]
+
+
+def test_a_step_that_needs_more_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = FakeExecutor([20 * GB, 20 * GB + 1000, 20 * GB])
+    assert chosen(executor, monkeypatch) == most(20 * GB + 1000, executor) < most(TUNING, executor)
+    assert len(executor.compiled) == 3 and executor.compiled[-1][0] == most(20 * GB + 1000, executor)
+
+
+def test_an_estimate_far_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxvllm.runtime.memory.transient_estimate", lambda *_: 40 * GB)
+    executor = FakeExecutor([GB])
+    assert chosen(executor, monkeypatch) == most(GB, executor)
+    assert [blocks for blocks, _ in executor.compiled] == [most(50 * GB, executor), most(GB, executor)]
+
+
+def test_without_warm_up_the_largest_step_of_each_kind_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = FakeExecutor([GB], warmup=False)
+    assert chosen(executor, monkeypatch) == most(GB, executor)
+    assert executor.compiled[0][1] == (Bucket("decode", 8, 8), Bucket("ragged", 64, 8))
+
+
+def test_what_cannot_fit_is_said_with_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"leaves room for 0 blocks of 64 tokens.*needs 64: lower max_model_len"):
+        chosen(FakeExecutor([89 * GB]), monkeypatch)
