@@ -181,6 +181,8 @@ def measure(args: argparse.Namespace) -> None:
     note([Row("ceiling, read", read / 1e12, "TB/s"), Row("ceiling, matmul", rate / 1e12, "TFLOP/s")])
 
     def attempt(case: str, unit: str, shape: Shape, run: Callable[[], float]) -> None:
+        if args.only not in case:
+            return
         try:
             taken = run()
         except Exception as error:
@@ -278,6 +280,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
     made = parser(__doc__)
     made.add_argument("--layers", type=int, default=28)
+    made.add_argument("--only", default="", help="only cases with this in their names")
     made.add_argument("--tune", action="store_true")
     made.add_argument("--picture", type=Path)
     args = made.parse_args()

@@ -26,6 +26,7 @@ __all__ = [
     "decode_attention",
     "dot_precision",
     "einsum",
+    "filter_threshold",
     "gumbel_argmax",
     "log_sum",
     "matmul",
@@ -196,6 +197,27 @@ def log_sum(peak: jax.Array, pieces: jax.Array, *, backend: str) -> jax.Array:
     return implementation("log_sum", backend)(peak, pieces)
 
 
+def filter_threshold(
+    logits: jax.Array,
+    temperatures: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    log_min_p: jax.Array,
+    *,
+    backend: str,
+) -> jax.Array:
+    """The logit [B] float32 from which on a row's tokens stay under its three filters; -inf: all stay.
+
+    logits [B, V] float32 without NaN; temperatures [B] float32, 0 counts as 1; top_k [B] int32: the k largest and their
+    equals, 0: all; top_p [B] float32: of those, the fewest that have this share of softmax(logits / temperature), and
+    the equals of the last, 1: all; log_min_p [B] float32: what is at most so far below the largest, times the
+    temperature, -inf: all. min_p and top_k are applied before top_p.
+    backend: a Triton one (`ResolvedBackends.fused`); elsewhere the processors compose it of plain jax.
+    """
+    function = implementation("filter_threshold", backend)
+    return function(logits, temperatures, top_k, top_p, log_min_p)
+
+
 def gumbel_argmax(
     logits: jax.Array,
     temperatures: jax.Array,
@@ -206,13 +228,14 @@ def gumbel_argmax(
     vocab_size: int,
     backend: str,
     tiles: int | None = None,
+    lows: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The largest of logits + temperature * `noise.gumbel_noise` of each row: (value [B] float32, id [B] int32).
 
     logits [B, V] float32, column 0 of id `start`; temperatures [B] float32, 0 = no noise; seeds [B, 2] uint32;
     positions [B] int32. Ids from vocab_size on and NaN never win; of equals the lowest id does. tiles: of ids a
-    program, None picks by the step's size.
+    program, None picks by the step's size. lows [B] float32: lower logits don't win either.
     backend: a Triton one (`ResolvedBackends.fused`); elsewhere the sampler composes it of plain jax.
     """
     function = implementation("gumbel_argmax", backend)
-    return function(logits, temperatures, seeds, positions, start, vocab_size=vocab_size, tiles=tiles)
+    return function(logits, temperatures, seeds, positions, start, vocab_size=vocab_size, tiles=tiles, lows=lows)

@@ -27,6 +27,7 @@ _MODULES = {
         "add_rms_norm": "norm_triton",
         "qk_norm_rope_write": "qkv_write_triton",
         "gumbel_argmax": "sample_triton",
+        "filter_threshold": "filter_triton",
         "invariant_attention": "prefill_triton",
         "rope_write": "qkv_write_triton",
         "matmul": "matmul_triton",

@@ -34,10 +34,14 @@ def gumbel_argmax(
     *,
     vocab_size: int,
     tiles: int | None = None,
+    lows: jax.Array | None = None,
     num_warps: int = 4,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The best (value [B] float32, global id [B] int32) of logits [B, V] float32 whose first column is id `start`."""
+    """The best (value [B] float32, global id [B] int32) of logits [B, V] float32 whose first column is id `start`.
+
+    lows [B]: lower logits don't take part.
+    """
     rows, size = logits.shape
     all_tiles = pl.cdiv(size + TILE - 1, TILE)  # start may lie anywhere in a tile
     if tiles is None:
@@ -51,7 +55,14 @@ def gumbel_argmax(
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="gumbel_argmax",
-    )(jnp.asarray(start, jnp.int32).reshape(1), temperatures, seeds, positions, logits)
+    )(
+        jnp.asarray(start, jnp.int32).reshape(1),
+        temperatures,
+        seeds,
+        positions,
+        logits,
+        *([] if lows is None else [lows]),
+    )
     return lax.reduce((values, ids), (jnp.float32(-jnp.inf), jnp.int32(NO_ID)), _better, (1,))
 
 
@@ -61,9 +72,11 @@ def _better(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> t
     return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
 
 
-def _kernel(start_ref, temperatures_ref, seeds_ref, positions_ref, logits_ref, value_ref, id_ref, *,
+def _kernel(start_ref, temperatures_ref, seeds_ref, positions_ref, logits_ref, *refs,
             vocab_size: int, tiles: int, interpret: bool):  # fmt: skip
+    *lows_ref, value_ref, id_ref = refs
     program, row = pl.program_id(0), pl.program_id(1)
+    low = lows_ref[0][row] if lows_ref else None
     start, size = start_ref[0], logits_ref.shape[1]
     end = jnp.minimum(start + size, vocab_size)
     first_tile = lax.div(start, TILE) + program * tiles
@@ -87,6 +100,8 @@ def _kernel(start_ref, temperatures_ref, seeds_ref, positions_ref, logits_ref, v
                 mine = (ids >= start) & (ids < end)
                 column = jnp.where(mine, ids - start, 0)
                 new = plgpu.load(logits_ref.at[row, column], mask=mine, other=-jnp.inf)
+                if low is not None:
+                    new = jnp.where(new >= low, new, -jnp.inf)
                 if words is not None:
                     new = new + temperature * _gumbel(words[word], interpret)
                 better = new > value  # ids rise, so of equals the lowest stays; a NaN never wins

@@ -22,10 +22,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxvllm.core.knobs import KNOBS, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from jaxvllm.kernels import filter_threshold
 from jaxvllm.models.layers import first_id, tp_max, tp_sum
 from jaxvllm.runtime.mesh import TP, sharding
 from jaxvllm.runtime.numerics import ORDINARY, Numerics
-from jaxvllm.runtime.select import sort_keys, threshold
+from jaxvllm.runtime.select import keyed_value, sort_keys, threshold
 
 IN_PROMPT, IS_END, ONE_OUTPUT = 1, 2, 4  # counts: two flags, then the number of times in the output
 
@@ -87,18 +88,26 @@ def unpack_words(words: jax.Array, table: Sequence[tuple[str, str]] = KNOBS) -> 
 
 def process(logits: jax.Array, knobs: dict[str, jax.Array], state: ProcessorState, rows: jax.Array,
             positions: jax.Array, temperatures: jax.Array, *, vocab_size: int, axis: str | None,
-            unroll: bool, numerics: Numerics = ORDINARY) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The model's logits, and what the sampler draws from: all applied but the temperature, -inf where left out.
+            unroll: bool, numerics: Numerics = ORDINARY, backend: str | None = None
+            ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """The model's logits; those with all applied but filters and temperature; and from where on [B] the filters keep.
+
+    So the sampler draws from the second, at or above the third.
 
     logits [B, V_local] float32; knobs from ``unpack_words``; rows [B] int32 (pads past the last row); positions [B]
-    int32: tokens before the sampled one; temperatures [B] float32. In both results NaN and ids at and above vocab_size
-    are -inf; nothing else happens to rows with neutral knobs.
+    int32: tokens before the sampled one; temperatures [B] float32; backend: of `kernels.filter_threshold`, None
+    composes it of plain jax. In both logits NaN and ids at and above vocab_size are -inf; nothing else happens to rows
+    with neutral knobs.
     """
     ids = first_id(logits.shape[-1], axis) + jnp.arange(logits.shape[-1], dtype=jnp.int32)
     logits = jnp.where((ids < vocab_size) & ~jnp.isnan(logits), logits, -jnp.inf)
     changed = numerics.settle(apply_row_state(logits, knobs, state, rows, positions, ids))
-    filtered = apply_filters(changed, knobs, temperatures, axis=axis, unroll=unroll, numerics=numerics)
-    return logits, filtered
+    if backend is not None and (axis is None or lax.axis_size(axis) == 1):
+        lows = filter_threshold(changed, temperatures, knobs["top_k"], knobs["top_p"], knobs["log_min_p"],
+                                backend=backend)  # fmt: skip
+    else:
+        lows = filter_lows(changed, knobs, temperatures, axis=axis, unroll=unroll, numerics=numerics)
+    return logits, changed, lows
 
 
 def apply_row_state(logits: jax.Array, knobs: dict[str, jax.Array], state: ProcessorState, rows: jax.Array,
@@ -130,9 +139,9 @@ def bad_word_mask(words: jax.Array, recent: jax.Array, ids: jax.Array) -> jax.Ar
     return jnp.zeros((words.shape[0], ids.shape[0]), bool).at[batch, places].set(True, mode="drop")
 
 
-def apply_filters(logits: jax.Array, knobs: dict[str, jax.Array], temperatures: jax.Array, *,
-                  axis: str | None, unroll: bool, numerics: Numerics = ORDINARY) -> jax.Array:  # fmt: skip
-    """min_p, top_k and top_p: -inf for what is left out. What stays is one interval of values, ties included.
+def filter_lows(logits: jax.Array, knobs: dict[str, jax.Array], temperatures: jax.Array, *,
+                axis: str | None, unroll: bool, numerics: Numerics = ORDINARY) -> jax.Array:  # fmt: skip
+    """min_p, top_k and top_p: the lowest logit [B] that they keep, or -inf. What stays is all above, ties included.
 
     Everything is decided on the logits: dividing by the temperature doesn't change their order. logits: no NaN.
     """
@@ -151,8 +160,8 @@ def apply_filters(logits: jax.Array, knobs: dict[str, jax.Array], temperatures: 
 
     left = jnp.where(keys >= low, weights, 0.0)
     nucleus = numerics.nucleus(keys, left, knobs["top_p"], total, unroll=unroll)
-    low = jnp.maximum(low, jnp.where(knobs["top_p"] < 1, nucleus, 0)[:, None])
-    return jnp.where(keys >= low, logits, -jnp.inf)
+    low = jnp.maximum(low[:, 0], jnp.where(knobs["top_p"] < 1, nucleus, 0))
+    return keyed_value(jnp.maximum(low, sort_keys(jnp.full(low.shape, -jnp.inf))))
 
 
 def count_tokens(state: ProcessorState, rows: jax.Array, tokens: jax.Array, axis: str | None) -> ProcessorState:

@@ -41,13 +41,15 @@ def make_redraw(model: ModelConfig, engine: EngineConfig, backends: ResolvedBack
         knobs = unpack_words(words, DRAW)
         plan = SimpleNamespace(seeds=jnp.stack([knobs["seed_low"], knobs["seed_high"]], axis=1), **knobs)
 
-        def processed(logits: jax.Array, knobs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def processed(logits: jax.Array, knobs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
             return process(logits, knobs, processors, knobs["rows"], knobs["sample_positions"], knobs["temperatures"],
-                           vocab_size=model.vocab_size, axis=axis, unroll=unroll, numerics=numerics)  # fmt: skip
+                           vocab_size=model.vocab_size, axis=axis, unroll=unroll, numerics=numerics,
+                           backend=backends.fused)  # fmt: skip
 
-        raw, changed = numerics.rows(processed)(logits, knobs)
-        tokens, last_tokens = draw(changed, last_tokens, plan, model, backends, axis)
+        raw, changed, lows = numerics.rows(processed)(logits, knobs)
+        tokens, last_tokens = draw(changed, last_tokens, plan, model, backends, axis, lows)
         if engine.logprobs_mode == "processed_logprobs":
+            changed = jnp.where(changed >= lows[:, None], changed, -jnp.inf)
             raw = numerics.settle(changed / jnp.where(plan.temperatures > 0, plan.temperatures, 1.0)[:, None])
         gather = partial(gather_logprobs, num_top=engine.max_logprobs, axis=axis, numerics=numerics)
         numbers = numerics.rows(gather)(raw, tokens)

@@ -16,22 +16,25 @@ from jaxvllm.kernels.noise import gumbel_noise
 from jaxvllm.models.layers import first_id, tp_max
 
 
-def sample(logits: jax.Array, temperatures: jax.Array, seeds: jax.Array, positions: jax.Array, *, vocab_size: int,
-           axis: str | None = None, backend: str | None = None, tiles: int | None = None) -> jax.Array:  # fmt: skip
+def sample(logits: jax.Array, temperatures: jax.Array, seeds: jax.Array, positions: jax.Array,
+           lows: jax.Array | None = None, *, vocab_size: int, axis: str | None = None, backend: str | None = None,
+           tiles: int | None = None) -> jax.Array:  # fmt: skip
     """One token per row, the same on every shard.
 
     logits [B, V_local] float32; temperatures [B] float32 (0 = greedy); seeds [B, 2] uint32 (low, high word of the
     request's seed); positions [B] int32 (number of tokens before the new one); vocab_size: ids at and above it are
-    padding and never sampled; backend: of the fused kernel (`ResolvedBackends.fused`), None composes it of plain jax;
-    tiles: the kernel's.
+    padding and never sampled; lows [B] float32: neither are lower logits; backend: of the fused kernel
+    (`ResolvedBackends.fused`), None composes it of plain jax; tiles: the kernel's.
     Returns ids [B] int32; equal values give the lowest id at any number of shards.
     """
     start = first_id(logits.shape[-1], axis)
     if backend is None:
+        if lows is not None:
+            logits = jnp.where(logits >= lows[:, None], logits, -jnp.inf)
         value, winner = _best(logits, temperatures, seeds, positions, start, vocab_size)
     else:
         value, winner = gumbel_argmax(logits, temperatures, seeds, positions, start, vocab_size=vocab_size,
-                                      backend=backend, tiles=tiles)  # fmt: skip
+                                      backend=backend, tiles=tiles, lows=lows)  # fmt: skip
     if axis is None or lax.axis_size(axis) == 1:
         return winner
     peak = tp_max(value, axis)

@@ -33,6 +33,11 @@ def sort_keys(x: jax.Array) -> jax.Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
+def keyed_value(keys: jax.Array) -> jax.Array:
+    """float32 of ``sort_keys``' uint32."""
+    return lax.bitcast_convert_type(jnp.where(keys >> 31 == 1, keys ^ jnp.uint32(1 << 31), ~keys), jnp.float32)
+
+
 def threshold(keys: jax.Array, weights: jax.Array, needed: jax.Array, total: Total, *, unroll: bool) -> jax.Array:
     """The largest t of each row such that the weights of the keys >= t sum up to at least ``needed``.
 

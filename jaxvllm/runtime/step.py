@@ -133,12 +133,15 @@ def next_logits(params: Mapping[str, Any], state: DeviceState, plan: SimpleNames
 
 
 def draw(logits: jax.Array, last_tokens: jax.Array, plan: Any, model: ModelConfig, backends: ResolvedBackends,
-         axis: str) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """One token a sequence from the logits (tokens [B] int32); and last_tokens with them in the plan's rows."""
+         axis: str, *lows: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """One token a sequence from the logits (tokens [B] int32), and last_tokens with them in the plan's rows.
+
+    lows [B], if given: from logits that aren't lower.
+    """
     numerics = numerics_of(backends)
     sample_rows = numerics.rows(partial(sample, vocab_size=model.vocab_size, axis=axis, backend=backends.fused,
                                         tiles=numerics.sample_tiles))  # fmt: skip
-    tokens = sample_rows(logits, plan.temperatures, plan.seeds, plan.sample_positions)
+    tokens = sample_rows(logits, plan.temperatures, plan.seeds, plan.sample_positions, *lows)
     return tokens, last_tokens.at[plan.rows].set(tokens, mode="drop")
 
 

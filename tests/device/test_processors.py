@@ -77,10 +77,12 @@ class Batch:
         )
 
 
-def on_device(axis: str | None = None, unroll: bool = False) -> Any:
+def on_device(axis: str | None = None, unroll: bool = False, backend: str | None = None) -> Any:
     def run(logits: Any, knobs: Any, state: Any, rows: Any, positions: Any, temperatures: Any) -> Any:
         known = unpack_words(knobs)
-        return process(logits, known, state, rows, positions, temperatures, vocab_size=VOCAB, axis=axis, unroll=unroll)
+        raw, changed, lows = process(logits, known, state, rows, positions, temperatures, vocab_size=VOCAB, axis=axis,
+                                     unroll=unroll, backend=backend)  # fmt: skip
+        return raw, jnp.where(changed >= lows[:, None], changed, -jnp.inf)
 
     return run
 
@@ -96,14 +98,16 @@ def before_filters(logits: Any, knobs: Any, state: Any, rows: Any, positions: An
     return apply_row_state(logits[:, :VOCAB], unpack_words(knobs), narrow, rows, positions, ids)
 
 
-def test_two_thousand_random_params_against_the_definitions() -> None:
+@pytest.mark.parametrize("backend", [None, "triton_interpret"])
+def test_two_thousand_random_params_against_the_definitions(backend: str | None) -> None:
     """Penalised logits to rounding; on these, the same kept sets exactly, and probabilities to 1e-5."""
     rng = np.random.default_rng(0)
     compared = unsure_rows = 0
+    run = jax.jit(on_device(backend=backend))
     for number in range(20):
         batch = Batch([random_params(rng, VOCAB) for _ in range(ROWS)], number)
         penalised = np.asarray(before_filters(*batch.arguments()))
-        raw, result = map(np.asarray, PROCESS(*batch.arguments()))
+        raw, result = map(np.asarray, run(*batch.arguments()))
         assert (raw[:, :VOCAB] == batch.logits).all() and (result[:, VOCAB:] == -np.inf).all()
         for i, params in enumerate(batch.params):
             np.testing.assert_allclose(penalised[i], batch.penalised(i), rtol=2e-6, atol=2e-6)
