@@ -18,8 +18,9 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def test_definitions_cut() -> None:
-    definitions()
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_definitions_cut(backend: str | None) -> None:
+    definitions(backend)
 
 
 def test_a_captured_step_and_the_same_tokens_in_any_batch_cut() -> None:
@@ -37,7 +38,7 @@ def test_a_captured_step_and_the_same_tokens_in_any_batch_cut() -> None:
     with Engine(CONFIG, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=256, decode_buckets=(1, 16),
                 token_buckets=(256,), gpu_memory_utilization=0.3) as llm:  # fmt: skip
         for bucket in llm.buckets.all[:2]:
-            for part in (bucket, bucket.num_seqs):
+            for part in (bucket, bucket.num_seqs):  # a step and its redraw
                 text = llm._executor.compiled_text(part)
                 found = re.findall(r"= \S+ (while|sort|conditional|custom-call[^\n]*[Tt]op_?[Kk])\(", text)
                 assert not found, found
