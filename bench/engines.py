@@ -113,8 +113,10 @@ def warm_up(engine: TimedEngine) -> None:
 
 
 def label(args: argparse.Namespace) -> str:
-    """How rows name the configuration: "qwen3-8b tp2"; defaults aren't mentioned."""
+    """How rows name the configuration: "qwen3-8b tp2 running_first 512"; defaults aren't mentioned."""
     parallel = args.tensor_parallel_size
     policy = "" if args.scheduling_policy == "prefill_first" else f" {args.scheduling_policy}"
+    if policy and args.max_num_batched_tokens != 8192:
+        policy += f" {args.max_num_batched_tokens}"
     invariant = " batch_invariant" if args.batch_invariant else ""
     return args.config + (f" tp{parallel}" if parallel > 1 else "") + policy + invariant

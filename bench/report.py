@@ -21,6 +21,7 @@ PEERS = ROOT / "bench" / "peers.json"
 TITLES = {
     "throughput": "Whole runs",
     "steps": "Single steps",
+    "processors": "Processors, log-probabilities, new weights",
     "ceilings": "Ceilings of the machine",
     "host": "Host work of a decode step",
     "latency": "Requests that arrive by themselves",
