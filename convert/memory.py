@@ -34,12 +34,17 @@ class Memory:
         self._lent_bytes = 0
         self._lock = threading.Lock()
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of buffers that wait for their next use."""
+        return sum(buffer.nbytes for buffer in self._free)
+
     def take(self, size: int) -> np.ndarray:
         """A buffer of at least ``size`` bytes."""
         with self._lock:
             index = next((i for i, buffer in enumerate(self._free) if buffer.nbytes >= size), None)
             if index is None:
-                while self._free and self._lent_bytes + sum(b.nbytes for b in self._free) + size > self._keep_bytes:
+                while self._free and self._lent_bytes + self.kept_bytes + size > self._keep_bytes:
                     self._free.pop(0)
                 buffer = aligned(size)
             else:
@@ -50,8 +55,9 @@ class Memory:
     def give(self, buffers: list[np.ndarray]) -> None:
         with self._lock:
             self._lent_bytes -= sum(buffer.nbytes for buffer in buffers)
-            if self._keep_bytes:
-                self._free = sorted([*self._free, *buffers], key=lambda buffer: buffer.nbytes)
+            self._free = sorted([*self._free, *buffers], key=lambda buffer: buffer.nbytes)
+            while self._free and self._lent_bytes + self.kept_bytes > self._keep_bytes:
+                self._free.pop()  # the largest: a whole vocabulary's, which little else needs
 
 
 class Lease:
