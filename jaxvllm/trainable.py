@@ -118,7 +118,8 @@ class Trainable:
             away and they begin anew, under the new weights (a stream of deltas, too, begins anew).
         donate: unfused device arrays are used up; else the caller's arrays stay the caller's.
 
-        Raises ValueError that lists every parameter that doesn't fit; then nothing has changed.
+        The new weights take the old ones' memory. Raises ValueError that lists every parameter that doesn't fit; then
+        nothing has changed. Any later error (of the device) ends the engine.
         """
         self._check_open()
         if running not in ("refuse", "finish", "restart"):
@@ -131,7 +132,7 @@ class Trainable:
                 )
             if running == "restart" and self._recorder is not None:
                 raise ValueError("running='restart' can't be recorded: stop the recording, or pass running='finish'")
-            placed = self._executor.placer.place(params, donate=donate)
+            self._executor.placer.check(params)
             while running == "finish" and self._scheduler.has_unfinished():
                 self._advance()
                 interrupts.deliver()
@@ -139,7 +140,12 @@ class Trainable:
                 self._commit(*self._in_flight.popleft())
             if running == "restart":
                 self._restart_all()
-            self._executor.params = tables.nest(placed)
+            try:
+                old = tables.flatten(self._executor.params)
+                self._executor.params = tables.nest(self._executor.placer.place(params, donate=donate, old=old))
+            except BaseException as error:  # the old weights' memory may be used up
+                self._closed = f"new weights could not be placed: {error}"
+                raise
             self._scheduler.reset_prefix_cache()
 
     def update_weights(self, params: Mapping[str, Any]) -> None:

@@ -6,13 +6,13 @@ given arrays' memory. Owns: that function. Must not know: files, engines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxvllm.models.params import ParamInfo, Table
 from jaxvllm.runtime.mesh import sharding
@@ -24,9 +24,15 @@ def logical_shapes(table: Table) -> dict[str, tuple[int, ...]]:
 
 
 def problems_with(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """What is missing, unknown or of another shape in ``tensors``; empty if they fit."""
+    """What is missing, unknown, gone, no number or of another shape in ``tensors``; empty if they fit."""
     found = [f"{name} is missing" for name in shapes if name not in tensors]
     found += [f"{name} is unknown" for name in tensors if name not in shapes]
+    for name in shapes.keys() & tensors.keys():
+        value = tensors[name]
+        if isinstance(value, jax.Array) and value.is_deleted():
+            found.append(f"{name} has been deleted or donated")
+        elif not jnp.issubdtype(dtype := getattr(value, "dtype", np.asarray(value).dtype), jnp.number):
+            found.append(f"{name} is of dtype {dtype}")
     return found + [
         f"{name} has shape {tuple(np.shape(tensors[name]))}, not {shape}"
         for name, shape in shapes.items()
@@ -42,15 +48,32 @@ def make_fuse(table: Table, mesh: Mesh, dtype: str) -> Callable[..., dict[str, j
     """
 
     def fuse(donated: Mapping[str, jax.Array], others: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        made = {}
-        for path, info in table.items():
-            value = _assemble(info, {**donated, **others}, jnp.dtype(dtype))
-            # without the copy jit would hand an unchanged array through: the caller's own
-            made[path] = value if info.sources[0].name in donated else jnp.copy(value)
-        return made
+        return _fused(table, {**donated, **others}, jnp.dtype(dtype), donated)
 
-    placed = {path: sharding(mesh, info.axes) for path, info in table.items()}
-    return jax.jit(fuse, out_shardings=placed, donate_argnums=(0,))
+    return jax.jit(fuse, out_shardings=_shardings(table, mesh), donate_argnums=(0,))
+
+
+def make_fuse_into(table: Table, mesh: Mesh, dtype: str) -> Callable[..., dict[str, jax.Array]]:
+    """A jitted function (old {path: array}, {logical name: array}) -> the table's arrays, in the old ones' memory."""
+
+    def fuse(old: Mapping[str, jax.Array], tensors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return _fused(table, tensors, jnp.dtype(dtype), ())
+
+    return jax.jit(fuse, out_shardings=_shardings(table, mesh), donate_argnums=(0,), keep_unused=True)
+
+
+def _shardings(table: Table, mesh: Mesh) -> dict[str, NamedSharding]:
+    return {path: sharding(mesh, info.axes) for path, info in table.items()}
+
+
+def _fused(table: Table, tensors: Mapping[str, jax.Array], dtype: Any, donated: Container[str]
+           ) -> dict[str, jax.Array]:  # fmt: skip
+    made = {}
+    for path, info in table.items():
+        value = _assemble(info, tensors, dtype)
+        # without the copy jit would hand an unchanged array through: the caller's own
+        made[path] = value if info.sources[0].name in donated else jnp.copy(value)
+    return made
 
 
 def unchanged(table: Table) -> frozenset[str]:

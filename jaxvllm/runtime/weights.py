@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxvllm.models.params import Index, ParamInfo, Table, flatten
-from jaxvllm.runtime.fuse import logical_shapes, make_fuse, problems_with, unchanged
+from jaxvllm.runtime.fuse import logical_shapes, make_fuse, make_fuse_into, problems_with, unchanged
 from jaxvllm.runtime.mesh import sharding
 
 
@@ -68,34 +68,57 @@ class ParamPlacer:
         self._canonical, self._table, self._mesh, self._dtype = canonical, table, mesh, dtype
         self._logical = logical_shapes(canonical)
         self._unchanged = unchanged(table)
-        self._fuse = make_fuse(table, mesh, dtype)
+        self._fuse, self._fuse_into = make_fuse(table, mesh, dtype), make_fuse_into(table, mesh, dtype)
 
-    def place(self, params: Mapping[str, Any], *, donate: bool) -> dict[str, jax.Array]:
+    def check(self, params: Mapping[str, Any]) -> None:
+        """Raises ValueError that lists every parameter that ``place`` couldn't take."""
+        flat, shapes = self._flat(params)
+        _raise_problems(problems_with(flat, shapes))
+
+    def place(self, params: Mapping[str, Any], *, donate: bool, old: Mapping[str, jax.Array] | None = None
+              ) -> dict[str, jax.Array]:  # fmt: skip
         """{path: array} of the table, none of them aliasing the caller's arrays.
 
         params, host or device arrays of any float dtype, as one of
           - the unfused logical tree: {Hugging Face name: array}, or nested dicts of its parts;
           - the tree that a forward takes (``params.nest``), or the same as {path: array}, in the canonical form
             (``param_table(config)``) whatever the mesh.
-        donate: the first form's device arrays are used up. Raises ValueError that lists every missing, unknown and
-        mis-shaped parameter.
+        donate: the first form's device arrays are used up. old: what an earlier call gave and nobody needs any more;
+        its memory is used, so that there is no second copy. Raises ValueError as ``check`` does, before any of it.
         """
+        flat, shapes = self._flat(params)
+        _raise_problems(problems_with(flat, shapes))
+        if shapes is self._logical:
+            return self._place_logical(flat, donate, old)
+        placed = {}
+        for path in self._table:
+            placed[path] = self._place_one(flat[path], path)
+            if old is not None:
+                old[path].delete()
+        return placed
+
+    def _flat(self, params: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
+        """The parameters by name, and the shapes that they should have: logical or canonical."""
         flat = _joined(params)
         if any(name in self._logical for name in flat):
-            _raise_problems(problems_with(flat, self._logical))
-            return self._place_logical(flat, donate)
+            return flat, self._logical
         flat = flatten(params) if "layers" in params else dict(params)
-        _raise_problems(problems_with(flat, {path: info.shape for path, info in self._canonical.items()}))
-        return {path: self._place_one(flat[path], path) for path in self._table}
+        return flat, {path: info.shape for path, info in self._canonical.items()}
 
-    def _place_logical(self, flat: Mapping[str, Any], donate: bool) -> dict[str, jax.Array]:
+    def _place_logical(self, flat: Mapping[str, Any], donate: bool, old: Mapping[str, jax.Array] | None
+                       ) -> dict[str, jax.Array]:  # fmt: skip
         values = {name: self._on_mesh(flat[name]) for name in self._logical}
-        given = {
-            name: value
-            for name, value in values.items()
-            if donate and name in self._unchanged and isinstance(value, jax.Array) and value.dtype == self._dtype
-        }
-        placed = self._fuse(given, {name: value for name, value in values.items() if name not in given})
+        if old is not None:
+            mine = {id(array) for array in old.values()}  # handed back to us: it can't be read and overwritten at once
+            values = {name: jnp.copy(value) if id(value) in mine else value for name, value in values.items()}
+            placed = self._fuse_into(old, values)
+        else:
+            given = {
+                name: value
+                for name, value in values.items()
+                if donate and name in self._unchanged and isinstance(value, jax.Array) and value.dtype == self._dtype
+            }
+            placed = self._fuse(given, {name: value for name, value in values.items() if name not in given})
         for value in flat.values():
             if donate and isinstance(value, jax.Array) and not value.is_deleted():
                 value.delete()  # its memory is free once it has been read
@@ -111,8 +134,9 @@ class ParamPlacer:
     def _place_one(self, value: Any, path: str) -> jax.Array:
         info, dtype, target = self._table[path], self._dtype, sharding(self._mesh, self._table[path].axes)
         if info.shape == self._canonical[path].shape:
-            cast = jnp.asarray(value, dtype) if isinstance(value, jax.Array) else np.asarray(value).astype(dtype)
-            return jax.device_put(cast, target, may_alias=False)
+            # a copy: device_put onto several devices may keep the given buffer as one of its parts
+            ours = jnp.array(value, dtype) if isinstance(value, jax.Array) else np.asarray(value).astype(dtype)
+            return jax.device_put(ours, target)
         host = np.asarray(value).astype(dtype)  # heads replicated or vocabulary padded for this mesh
         whole = info.assemble({s.name: s.take(host) for s in self._canonical[path].sources})
         return jax.device_put(whole, target)

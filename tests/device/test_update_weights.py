@@ -160,3 +160,47 @@ def test_ids_as_one_array() -> None:
             for line, one in zip(row, output.outputs, strict=True):
                 assert line.tolist() == one.token_ids + [-1] * (ids.shape[2] - len(one.token_ids))
         assert (ids == -1).any()
+
+
+def test_new_weights_take_the_old_ones_memory() -> None:
+    """No second copy: what was there is gone, in both forms; and the engine's own arrays may be handed back to it."""
+    weights = changed(OTHER, 8)
+    with make_engine(OTHER, warmup=False) as llm:
+        llm.update_params(weights)
+        expected = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].token_ids
+        for form in (weights, logical(OTHER, weights)):
+            before = jax.tree.leaves(llm._executor.params)
+            llm.update_params(form)
+            assert all(array.is_deleted() for array in before)
+            assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].token_ids == expected
+        own = tables.flatten(llm._executor.params)
+        llm.update_params(own)
+        assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].token_ids == expected
+        names = {info.sources[0].name: path for path, info in qwen3.param_table(llm.model_config).items()
+                 if len(info.sources) == 1 and info.sources[0].shape == info.shape}  # fmt: skip
+        own = tables.flatten(llm._executor.params)
+        llm.update_params(logical(OTHER, weights) | {name: own[path] for name, path in names.items()})
+        assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].token_ids == expected
+
+
+def test_what_is_no_array_of_numbers_is_named_and_an_error_in_the_middle_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = changed(OTHER, 9)
+    gone = jax.numpy.asarray(weights["embed"])
+    gone.delete()
+    with make_engine(OTHER, warmup=False) as llm:
+        before = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].token_ids
+        bad = weights | {"embed": gone, "head": weights["head"].astype(str)}
+        with pytest.raises(ValueError, match=r"(?=.*embed has been deleted or donated)(?=.*head is of dtype <U)"):
+            llm.update_params(bad, running="restart")
+        assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].token_ids == before
+
+        def failing(*_: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(llm._executor.placer, "_place_one", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            llm.update_params(weights)
+        with pytest.raises(RuntimeError, match="new weights could not be placed: out of memory"):
+            llm.generate([PROMPT], GREEDY, use_tqdm=False)
