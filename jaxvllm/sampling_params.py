@@ -162,7 +162,7 @@ class SamplingParams:
 
     @property
     def needs_processors(self) -> bool:
-        """Whether a step that samples for this request must be the variant with processors."""
+        """Whether a step that samples for this request must draw from processed logits."""
         return self.has_row_state or self.has_filters or self.logprobs is not None
 
 
