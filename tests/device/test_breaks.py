@@ -65,7 +65,7 @@ class InterruptAt:
 
 @pytest.fixture(scope="module")
 def llm():
-    with make_engine(num_blocks=12, max_num_seqs=2, warmup=False) as engine:
+    with make_engine(num_blocks=12, max_num_seqs=2, warmup=False, many_steps=True) as engine:
         yield engine
 
 
