@@ -56,8 +56,9 @@ ALL = range(len(PROMPTS))
 
 def engine(dtype: str, backend: str = "xla", **options: Any) -> Engine:
     defaults: dict[str, Any] = {"batch_invariant": True, "enable_processors": True, "warmup": False, "max_logprobs": 3,
-                "num_blocks": 20}  # fmt: skip
-    return make_engine(MODELS[dtype], **defaults | {"dtype": dtype, "attention_backend": backend} | options)
+                                "num_blocks": 20}  # fmt: skip
+    defaults |= {"dtype": dtype, "attention_backend": backend}
+    return make_engine(MODELS[dtype], **defaults | options)
 
 
 def numbers(output: RequestOutput) -> tuple[Any, ...]:
