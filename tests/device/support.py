@@ -9,14 +9,18 @@ import jax
 import numpy as np
 
 from jaxvllm import Engine, ModelConfig, SamplingParams
+from tests.kept_programs import kept_programs
 
 DATA = Path(__file__).parent.parent / "golden_data"
 MODEL = DATA / "tied_head_dim_differs"
 VOCAB = 331
 
 
-def make_engine(model: Path | ModelConfig = MODEL, **options: Any) -> Engine:
-    """Small defaults: four sequences, blocks of 4, two buckets to compile, in their plain variant only."""
+def make_engine(model: Path | ModelConfig = MODEL, *, many_steps: bool = False, **options: Any) -> Engine:
+    """Small defaults: four sequences, blocks of 4, two buckets to compile, in their plain variant only.
+
+    What is compiled is shared with other engines of the same shapes (tests/kept_programs.py, also for many_steps).
+    """
     defaults: dict[str, Any] = {
         "block_size": 4, "num_blocks": 96, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128,
         "enable_processors": False,
@@ -24,7 +28,8 @@ def make_engine(model: Path | ModelConfig = MODEL, **options: Any) -> Engine:
     chosen = defaults | options
     chosen.setdefault("decode_buckets", (chosen["max_num_seqs"],))
     chosen.setdefault("token_buckets", (chosen["max_num_batched_tokens"],))
-    return Engine(model, **chosen)
+    with kept_programs(many_steps=many_steps):
+        return Engine(model, **chosen)
 
 
 def random_prompts(count: int, *, seed: int = 0, low: int = 1, high: int = 40) -> list[list[int]]:

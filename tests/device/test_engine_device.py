@@ -16,7 +16,7 @@ from tests.device.support import DATA, MODEL, kv_of, make_engine, poison, random
     ("name", "sizes"),
     [
         ("tied_head_dim_differs", (2,)),  # 4 query heads, 2 kv heads
-        ("mqa_one_kv_head_odd_vocab", (2, 4)),  # kv head replicated, vocabulary of 257 padded
+        ("mqa_one_kv_head_odd_vocab", (4,)),  # kv head replicated, vocabulary of 257 padded (two: test_update_weights)
         ("untied_sharded_index", (4,)),  # two kv heads over four shards
     ],
 )
@@ -49,7 +49,7 @@ def test_running_ahead_changes_no_token(num_blocks: int) -> None:
     params = sampled(10, max_tokens=20)
     results, preemptions = [], []
     for steps in (0, 1, 2):
-        with make_engine(num_blocks=num_blocks, async_steps=steps) as llm:
+        with make_engine(num_blocks=num_blocks, async_steps=steps, many_steps=True) as llm:
             free_ends = [SamplingParams(temperature=p.temperature, max_tokens=20, seed=p.seed) for p in params]
             results.append([tokens_of(llm, prompts, params), tokens_of(llm, prompts, free_ends)])
             stats = llm.stats()
@@ -63,31 +63,32 @@ def test_running_ahead_changes_no_token(num_blocks: int) -> None:
 def test_a_seed_gives_its_tokens_alone_in_a_batch_in_another_row_and_after_a_preemption() -> None:
     prompts = random_prompts(7, seed=5, low=4, high=24)
     params = sampled(7, max_tokens=16)
-    with make_engine() as llm:
+    with make_engine(many_steps=True) as llm:
         together = tokens_of(llm, prompts, params)
         alone = [tokens_of(llm, [prompt], [one])[0] for prompt, one in zip(prompts, params, strict=True)]
         backwards = tokens_of(llm, prompts[::-1], params[::-1])[::-1]
-    with make_engine(num_blocks=14) as llm:
+    with make_engine(num_blocks=14, many_steps=True) as llm:
         crowded = tokens_of(llm, prompts, params)
         assert llm.stats()["preemptions"] > 0
     assert together == alone == backwards == crowded
-    with make_engine() as llm:  # unseeded requests: the engine's seed and their number
+    with make_engine(many_steps=True) as llm:  # unseeded requests: the engine's seed and their number
         unseeded = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
         first = tokens_of(llm, [prompts[0]] * 2, [unseeded] * 2)
-    with make_engine() as llm:
+    with make_engine(many_steps=True) as llm:
         again = tokens_of(llm, [prompts[0]] * 2, [unseeded] * 2)
     assert first == again and first[0] != first[1]
 
 
-def test_unwritten_slots_are_never_read() -> None:
+def test_unwritten_slots_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poison: in a cache of NaN, chunked prompts with cached prefixes give the tokens of one-shot prompts."""
     prompts = random_prompts(4, seed=6, low=20, high=60)
     prompts += [prompts[0] + [7, 8, 9], prompts[0][:16] + prompts[1]]
     params = sampled(6)
-    with make_engine(enable_prefix_caching=False) as llm:
+    with make_engine(enable_prefix_caching=False, many_steps=True) as llm:
         plain = tokens_of(llm, prompts, params)
-    for chunk in (4, 7, 64):
-        with make_engine(max_num_batched_tokens=chunk) as llm:
+    for chunk, bucket in ((4, 64), (7, 7), (64, 64)):
+        with make_engine(max_num_batched_tokens=bucket, many_steps=True) as llm:
+            monkeypatch.setattr(llm._scheduler, "max_num_batched_tokens", chunk)
             poison(llm)
             assert tokens_of(llm, prompts, params) == plain
             scored = llm.score(prompts[0])
@@ -98,7 +99,7 @@ def test_unwritten_slots_are_never_read() -> None:
 
 def test_padding_changes_no_live_block() -> None:
     """Empty plans, and steps of one request in wide buckets, leave every other block bit-identical."""
-    with make_engine() as llm:
+    with make_engine(many_steps=True) as llm:
         tokens_of(llm, random_prompts(4, seed=8), sampled(4))
         before = kv_of(llm).copy()
         for bucket in llm.buckets.all:
@@ -115,7 +116,7 @@ def test_padding_changes_no_live_block() -> None:
 
 def test_no_copy_of_the_cache_in_the_compiled_text() -> None:
     """The cache is donated and written in place: no instruction but parameters, aliases and updates has its shape."""
-    with make_engine() as llm:
+    with make_engine(many_steps=True) as llm:
         shape = ",".join(map(str, llm._executor.state.cache.kv.shape))
         for bucket in llm.buckets.all:
             text = llm._executor.compiled_text(bucket)
@@ -130,8 +131,8 @@ def test_equal_outputs_from_both_formats(tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("converted") / "model"
     convert(MODEL, folder)
     prompts, params = random_prompts(4), sampled(4)
-    with make_engine() as llm:
+    with make_engine(many_steps=True) as llm:
         from_hf = tokens_of(llm, prompts, params), llm.score(prompts[0])
-    with make_engine(folder) as llm:
+    with make_engine(folder, many_steps=True) as llm:
         assert tokens_of(llm, prompts, params) == from_hf[0]
         assert (llm.score(prompts[0]) == from_hf[1]).all()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from jaxvllm import SamplingParams
+from jaxvllm import ModelConfig, SamplingParams
 from jaxvllm.runtime import step
-from tests.device.support import make_engine
+from tests.device.support import VOCAB, make_engine
+
+MODEL = ModelConfig(vocab_size=VOCAB, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
+                    num_attention_heads=4, num_key_value_heads=2, head_dim=64, dtype="float32",
+                    max_position_embeddings=128)  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -21,7 +25,7 @@ def test_the_fused_step_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
     tokens = []
     for backend in ("xla", "triton_interpret"):
         with make_engine(
-            attention_backend=backend, num_blocks=24, block_size=4, max_num_seqs=4, max_num_batched_tokens=16,
+            MODEL, attention_backend=backend, num_blocks=24, block_size=4, max_num_seqs=4, max_num_batched_tokens=16,
             decode_buckets=(4,), token_buckets=(16,), warmup=False,
         ) as engine:  # fmt: skip
             assert engine.stats()["attention_backend"] == backend

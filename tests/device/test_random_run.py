@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxvllm import Engine, SamplingParams
+from jaxvllm import SamplingParams
 from tests.device.processor_reference import random_params
+from tests.device.support import make_engine
 
 KJV = Path(__file__).parents[2] / "examples" / "tiny-kjv"
 VOCAB = 3072
@@ -52,9 +53,9 @@ def random_prompt(rng: np.random.Generator) -> Any:
 def run(total: int, num_solos: int, seed: int, decode_buckets: tuple[int, ...]) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     started = time.perf_counter()
-    with Engine(KJV, block_size=4, num_blocks=60, max_num_seqs=8, max_num_batched_tokens=48, max_model_len=120,
-                dtype="float32", decode_buckets=decode_buckets, token_buckets=(48,), max_logprobs=3,
-                scheduling_policy="running_first") as llm:  # fmt: skip
+    with make_engine(KJV, num_blocks=60, max_num_seqs=8, max_num_batched_tokens=48, max_model_len=120,
+                     dtype="float32", decode_buckets=decode_buckets, max_logprobs=3, enable_processors=True,
+                     scheduling_policy="running_first", many_steps=True) as llm:  # fmt: skip
         asked: dict[str, tuple[Any, SamplingParams]] = {}
         ended: dict[str, Any] = {}
         while len(ended) < total:

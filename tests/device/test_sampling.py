@@ -59,7 +59,7 @@ def expect(prompt: Sequence[int], params: SamplingParams, output: Sequence[int],
 
 @pytest.fixture(scope="module")
 def llm():
-    with make_engine(enable_processors=True, num_blocks=60, max_logprobs=5) as engine:
+    with make_engine(enable_processors=True, num_blocks=60, max_logprobs=5, many_steps=True) as engine:
         assert engine.stats()["compiles"] == 3  # two buckets of as many sequences
         yield engine
         engine._scheduler.check_integrity()

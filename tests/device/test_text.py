@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from jaxvllm import Engine, RequestOutputKind, SamplingParams, record, replay
+from tests.device.support import make_engine
 
 KJV = Path(__file__).parents[2] / "examples" / "tiny-kjv"
 PROMPT = "And it came to pass, that"
@@ -24,8 +25,7 @@ TEMPLATE = (
 
 
 def small(path: Path = KJV, **options: Any) -> Engine:
-    return Engine(path, block_size=4, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128,
-                  decode_buckets=(4,), token_buckets=(64,), warmup=False, **options)  # fmt: skip
+    return make_engine(path, num_blocks=64, warmup=False, enable_processors=True, many_steps=True, **options)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from jaxvllm.convert import load_params
 from jaxvllm.models import params as tables
 from jaxvllm.models import qwen3
 from tests.device.support import DATA, make_engine
+from tests.kept_programs import kept_programs
 
 OTHER = DATA / "untied_sharded_index"
 MQA = DATA / "mqa_one_kv_head_odd_vocab"
@@ -108,7 +109,9 @@ def test_unfused_device_arrays_give_the_same_engine(model, shards: int) -> None:
         assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].token_ids == expected
     assert not any(array.is_deleted() for array in arrays.values())  # nor does the closed engine take them along
     mesh = jax.sharding.Mesh(np.array(jax.devices()[2 : 2 + shards]), ("model",))
-    with Engine.from_params(config, nested(arrays), mesh=mesh, **options) as given:
+    with kept_programs():
+        given = Engine.from_params(config, nested(arrays), mesh=mesh, **options)
+    with given:
         assert given.generate(jax.numpy.asarray(PROMPT), GREEDY, use_tqdm=False)[0].token_ids == expected
         placed = {path: np.asarray(value) for path, value in tables.flatten(given._executor.params).items()}
         given.update_params(arrays, donate=True)
@@ -125,7 +128,7 @@ def test_running_requests_finish_or_restart() -> None:
     old, new = changed(OTHER, 5), changed(OTHER, 6)
     prompts = [PROMPT, [*PROMPT[:30], 1, 2, 3], list(range(60, 125))]  # the last one is longer than a chunk
     wish = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with make_engine(OTHER, warmup=False, max_num_batched_tokens=32, num_blocks=64) as llm:
+    with make_engine(OTHER, warmup=False) as llm:
         llm.update_params(old)
         before = [output.token_ids for output in llm.generate(prompts, wish, use_tqdm=False)]
         llm.update_params(new)
@@ -143,7 +146,7 @@ def test_running_requests_finish_or_restart() -> None:
                 while llm.has_unfinished_requests():
                     outputs |= {output.request_id: output for output in llm.step()}
                 assert [outputs[name].token_ids for name in names] == expected
-                assert llm.stats()["blocks_free"] == 64
+                assert llm.stats()["blocks_free"] == 96
                 assert llm.generate([PROMPT], wish, use_tqdm=False)[0].token_ids == after[0]
         llm.start_recording()
         with pytest.raises(ValueError, match="can't be recorded"):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.kept_programs import kept_programs
+
 
 def test_the_reward_rises() -> None:
     from rl_loop import train
 
-    rewards = train(6, learning_rate=1e-3)
+    with kept_programs(many_steps=True):
+        rewards = train(6, learning_rate=1e-3)
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.1

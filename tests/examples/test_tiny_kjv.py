@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from jaxvllm.config import ModelConfig
 from jaxvllm.models import qwen3
 from tests.examples.test_experiments import ROOT, run
+from tests.xla_flags import MANY_STEPS
 
 TINY_KJV = ROOT / "examples" / "tiny-kjv"
 MAX_BYTES = 8_000_000
@@ -56,7 +57,7 @@ def test_a_held_out_chapter_is_predicted_better_than_by_the_baseline() -> None:
 
 
 def test_demo_prints_different_continuations_in_words_of_the_text() -> None:
-    result = run("demo.py")
+    result = run("demo.py", xla_flags=MANY_STEPS)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = [line for line in result.stdout.splitlines() if line.startswith(" " * 6)]
     texts = " ".join(lines).split("   ... ")[1:]
