@@ -3,7 +3,7 @@
 A program is kept by all that its compilation can read: the model, the mesh, the backends, the bucket's layout, the
 pool's size, and the engine's configuration but for the fields of HOST_ONLY, which are the scheduler's matter. That
 they are is checked where a program is compiled: who reads one of them there gets an error. Engines, their states and
-their counts of compilations stay their own. A test that changes how a step is compiled makes its engine without this.
+their counts of compilations stay their own. What a test changes in a module is part of the key, too: PARTS_TOKENS.
 
 The suite compiles at level 0, which is quick to compile and slow to run. The steps of an engine that runs hundreds of
 them are compiled at level 1.
@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jaxvllm.config import EngineConfig, ModelConfig
 from jaxvllm.core.plan import PlanLayout
-from jaxvllm.runtime import executor
+from jaxvllm.runtime import executor, step
 from jaxvllm.runtime.compiler import Compiler
 
 HOST_ONLY = frozenset({
@@ -69,7 +69,7 @@ class _KeepingCompiler(Compiler):
 
     def _keep(self, name: str, *args: Any) -> Any:
         own = self.model, self.engine, self.mesh, self.backends
-        key = name, self.level, tuple(_key(value) for value in (*own, *args))
+        key = name, self.level, step.PARTS_TOKENS, tuple(_key(value) for value in (*own, *args))
         with _lock:
             found = _kept.get(key)
         if found is None:
