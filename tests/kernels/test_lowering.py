@@ -144,7 +144,7 @@ def test_splits_follow_the_batch_the_machine_and_the_table() -> None:
 @pytest.mark.parametrize(
     ("lens", "tokens"),
     [
-        ((64,), 64), ((1024,), 64), ((16384,), 256), ((16384,) * 8, 1024), ((1024,) * 256, 3972 + 60), ((0, 0), 64),
+        ((64,), 64), ((1024,), 64), ((16384,), 256), ((16384,) * 8, 2048), ((1024,) * 256, 3972 + 60), ((0, 0), 64),
         ((2000,) * 64 + (100,) * 192, 768),  # mixed: three times as many programs
     ],
 )  # fmt: skip

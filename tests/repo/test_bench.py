@@ -1,5 +1,6 @@
 """Benchmarks: workload and floors against published figures, the rows' shape, and that each one runs."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,17 +10,25 @@ from pathlib import Path
 import pytest
 
 from bench import models, report, workload
+from tests.kept_programs import kept_programs
 from tests.repo.sources import ROOT
 from tests.xla_flags import QUICK
 
 ROW_KEYS = {"bench", "case", "value", "unit", "floor", "device", "jax", "commit", "command", "date"}
 
 
-def run(module: str, out: Path, *options: str) -> list[dict[str, object]]:
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK}
-    command = [sys.executable, "-m", f"bench.{module}", *options, "--out", str(out), "--commit", "abc"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def run(module: str, out: Path, *options: str, alone: bool = False) -> list[dict[str, object]]:
+    """The rows of a benchmark's main program. alone: in a process of its own, as users start it."""
+    arguments = [*options, "--out", str(out), "--commit", "abc"]
+    if alone:
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK}
+        command = [sys.executable, "-m", f"bench.{module}", *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    else:
+        with pytest.MonkeyPatch.context() as patched, kept_programs():
+            patched.setattr(sys, "argv", [str(ROOT / "bench" / f"{module}.py"), *arguments])
+            importlib.import_module(f"bench.{module}").main()
     rows = [json.loads(line) for line in (out / f"{module}.jsonl").read_text().splitlines()]
     for row in rows:
         assert set(row) == ROW_KEYS
@@ -98,9 +107,8 @@ SMALL += ["--block-size", "16", "--max-model-len", "128", "--decode-buckets", "4
 
 
 def test_throughput_runs(tmp_path: Path) -> None:
-    rows = run(
-        "throughput", tmp_path, *SMALL, "--no-processors", "--num-prompts", "4", "--max-len", "12", "--repeats", "1"
-    )
+    options = ["--no-processors", "--num-prompts", "4", "--max-len", "12", "--repeats", "1"]
+    rows = run("throughput", tmp_path, *SMALL, *options, alone=True)
     assert [row["unit"] for row in rows] == ["output tok/s", "s", "s"]
 
 
