@@ -62,9 +62,9 @@ class Completion:
 
     @property
     def misses_prompt(self) -> bool:
-        """Whether it is the one through which prompt_logprobs, which were asked for, are to be computed now."""
+        """Whether prompt_logprobs were asked for and are to be computed now, through this completion."""
         tracked = self.tracked
-        wanted = tracked.params.prompt_logprobs is not None and tracked.completions[0] is self
+        wanted = tracked.params.prompt_logprobs is not None
         return wanted and tracked.prompt_parts is None and tracked.prompt_logprobs is None
 
     def read(self) -> str | None:

@@ -140,6 +140,7 @@ class Trainable:
                 self._commit(*self._in_flight.popleft())
             if running == "restart":
                 self._restart_all()
+            self._executor.placer.check(params)  # others may have used them meanwhile
             try:
                 old = tables.flatten(self._executor.params)
                 self._executor.params = tables.nest(self._executor.placer.place(params, donate=donate, old=old))

@@ -46,6 +46,7 @@ def filter_threshold(
     """float32 [B]: of logits [B, V] those at or above it stay; -inf: all. See `kernels.filter_threshold`."""
     kernel = functools.partial(_kernel, size=logits.shape[1], counted=counted, weighed=weighed)
     scales = jnp.where(temperatures > 0, temperatures, 1.0)
+    factors = LOG2_E / jnp.minimum(scales, 1e37)  # a smaller one is flushed to 0, and 0 * inf is no weight
     return pl.pallas_call(
         kernel,
         grid=(logits.shape[0],),
@@ -53,13 +54,13 @@ def filter_threshold(
         compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
         interpret=interpret,
         name="filter_threshold",
-    )(scales, top_k, top_p, scales * log_min_p, logits)
+    )(factors, top_k, top_p, scales * log_min_p, logits)
 
 
-def _kernel(scales_ref, top_k_ref, top_p_ref, depths_ref, logits_ref, low_ref, *,
+def _kernel(factors_ref, top_k_ref, top_p_ref, depths_ref, logits_ref, low_ref, *,
             size: int, counted: int, weighed: int):  # fmt: skip
     row = pl.program_id(0)
-    scale, wanted, share, depth = (ref[row] for ref in (scales_ref, top_k_ref, top_p_ref, depths_ref))
+    factor, wanted, share, depth = (ref[row] for ref in (factors_ref, top_k_ref, top_p_ref, depths_ref))
     lowest = jnp.max(_full(-jnp.inf))  # jax 0.11.2 lowers no scalar select with a literal
     cuts = (wanted > 0) & (wanted < size)
     filters = cuts | (share < 1) | (depth > lowest)
@@ -103,8 +104,6 @@ def _kernel(scales_ref, top_k_ref, top_p_ref, depths_ref, logits_ref, low_ref, *
         low = jnp.where(several, jnp.maximum(low, kth), low)
 
         def weigh(values: list):
-            factor = LOG2_E / scale
-
             def look(x, sums):
                 weight = jnp.exp2(jnp.where(x == peak, 0.0, (x - peak) * factor))
                 weight = jnp.where(x >= low, weight, 0.0)

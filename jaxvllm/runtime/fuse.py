@@ -27,11 +27,13 @@ def problems_with(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ..
     """What is missing, unknown, gone, no number or of another shape in ``tensors``; empty if they fit."""
     found = [f"{name} is missing" for name in shapes if name not in tensors]
     found += [f"{name} is unknown" for name in tensors if name not in shapes]
-    for name in shapes.keys() & tensors.keys():
-        value = tensors[name]
+    for name in shapes:
+        value = tensors.get(name, 0)
         if isinstance(value, jax.Array) and value.is_deleted():
             found.append(f"{name} has been deleted or donated")
-        elif not jnp.issubdtype(dtype := getattr(value, "dtype", np.asarray(value).dtype), jnp.number):
+            continue
+        dtype = value.dtype if isinstance(value, jax.Array) else np.asarray(value).dtype
+        if not any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer, np.bool_)):
             found.append(f"{name} is of dtype {dtype}")
     return found + [
         f"{name} has shape {tuple(np.shape(tensors[name]))}, not {shape}"

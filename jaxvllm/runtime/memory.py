@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 HOST_POOL_BYTES = 1 << 30  # a CPU has no device memory to measure: at most this much
 STEPS_OF_BUDGET = 128  # the count is a compile-time shape: a few MB of difference must not miss the compilation cache
 ENOUGH = 0.02  # of the budget: less isn't worth compiling again for
+ATTEMPTS = 4
 MARGIN = 0.01  # of the budget, for what the allocator loses between pieces
 
 
@@ -46,14 +47,19 @@ def choose_num_blocks(executor: Executor, buckets: BucketTable) -> int:
     used += processing_bytes(model, engine, buckets, mesh.size)
     tuning = tuning_bytes(executor)
     transient = max(transient_estimate(model, engine) * 5 // 4, tuning)
-    while True:
+    for attempt in range(ATTEMPTS):
         blocks = blocks_that_fit(budget, used, transient, block_bytes)
         executor.compile(max(blocks, per_sequence), buckets.all if engine.warmup else buckets.largest)
         measured = max(executor.transient_bytes(), tuning)
-        if measured <= transient <= measured + budget * ENOUGH:
+        too_much = attempt == 0 and transient > measured + budget * ENOUGH
+        if measured <= transient and not too_much:
             break
-        # a second time it is measured for another pool: the larger counts, so that there is an end
-        transient = measured if transient > measured + budget * ENOUGH else max(transient, measured)
+        transient = measured if too_much else max(transient, measured)  # after the first, it only rises
+    else:
+        raise ConfigError(
+            f"a step needs {measured / 1e9:.1f} GB besides weights and cache, and more the more blocks there are: set "
+            "num_blocks, and please report this with the model's config.json"
+        )
     logger.info(
         "KV cache: %d blocks of %d tokens (%.2f GB) = budget %.2f GB - used %.2f GB - transient %.2f GB",
         blocks, engine.block_size, blocks * block_bytes / 1e9, budget / 1e9, used / 1e9, transient / 1e9,

@@ -88,6 +88,9 @@ class ParamPlacer:
         """
         flat, shapes = self._flat(params)
         _raise_problems(problems_with(flat, shapes))
+        if old is not None:  # what was handed back to us can't be read and overwritten at once
+            mine = {buffer for array in old.values() for buffer in _buffers(array)}
+            flat = {name: jnp.copy(value) if mine & _buffers(value) else value for name, value in flat.items()}
         if shapes is self._logical:
             return self._place_logical(flat, donate, old)
         placed = {}
@@ -109,8 +112,6 @@ class ParamPlacer:
                        ) -> dict[str, jax.Array]:  # fmt: skip
         values = {name: self._on_mesh(flat[name]) for name in self._logical}
         if old is not None:
-            mine = {id(array) for array in old.values()}  # handed back to us: it can't be read and overwritten at once
-            values = {name: jnp.copy(value) if id(value) in mine else value for name, value in values.items()}
             placed = self._fuse_into(old, values)
         else:
             given = {
@@ -125,11 +126,14 @@ class ParamPlacer:
         return placed
 
     def _on_mesh(self, value: Any) -> Any:
-        """A device array of other devices is moved first: one jitted call wants all on the same."""
-        here = set(self._mesh.devices.flat)
-        if isinstance(value, jax.Array) and value.sharding.device_set != here:
-            return jax.device_put(value, sharding(self._mesh))
-        return value
+        """A device array of other devices, or of these in another order, is moved first: one jitted call wants all on
+        the same. A host array becomes one that jit takes."""
+        if not isinstance(value, jax.Array):
+            host = np.asarray(value)
+            return host if host.dtype.isnative and host.dtype.itemsize <= 8 else host.astype(self._dtype)
+        mesh = getattr(value.sharding, "mesh", None)
+        order = tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else tuple(value.sharding.device_set)
+        return value if order == tuple(self._mesh.devices.flat) else jax.device_put(value, sharding(self._mesh))
 
     def _place_one(self, value: Any, path: str) -> jax.Array:
         info, dtype, target = self._table[path], self._dtype, sharding(self._mesh, self._table[path].axes)
@@ -140,6 +144,13 @@ class ParamPlacer:
         host = np.asarray(value).astype(dtype)  # heads replicated or vocabulary padded for this mesh
         whole = info.assemble({s.name: s.take(host) for s in self._canonical[path].sources})
         return jax.device_put(whole, target)
+
+
+def _buffers(value: Any) -> set[tuple[Any, int]]:
+    """(device, address) of a device array's parts, whatever object they are seen through."""
+    if not isinstance(value, jax.Array):
+        return set()
+    return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in value.addressable_shards}
 
 
 def _joined(tree: Mapping[str, Any]) -> dict[str, Any]:

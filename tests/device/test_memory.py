@@ -102,6 +102,26 @@ def test_an_estimate_far_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) 
     assert [blocks for blocks, _ in executor.compiled] == [most(50 * GB, executor), most(GB, executor)]
 
 
+@pytest.mark.parametrize("figures", [[5 * GB, GB] * 9, [GB, 40 * GB, GB, 50 * GB], [20 * GB, GB, 19 * GB]])
+def test_figures_that_change_with_the_pool_come_to_an_end(figures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = FakeExecutor(figures)
+    blocks = chosen(executor, monkeypatch)
+    assert executor.compiled[-1][0] == blocks <= most(executor.transient_bytes(), executor)
+    assert len(executor.compiled) <= 4
+
+
+def test_a_need_that_rises_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="set num_blocks"):
+        chosen(FakeExecutor([20 * GB, 21 * GB, 22 * GB, 23 * GB, 24 * GB]), monkeypatch)
+
+
+def test_a_step_that_copies_the_pool_gets_one_that_fits_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = FakeExecutor([])
+    monkeypatch.setattr(executor, "transient_bytes", lambda: executor.compiled[-1][0] * BLOCK)
+    blocks = chosen(executor, monkeypatch)
+    assert 0 < 2 * blocks <= most(0, executor) and len(executor.compiled) <= 4
+
+
 def test_without_warm_up_the_largest_step_of_each_kind_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = FakeExecutor([GB], warmup=False)
     assert chosen(executor, monkeypatch) == most(GB, executor)

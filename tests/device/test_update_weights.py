@@ -186,6 +186,37 @@ def test_new_weights_take_the_old_ones_memory() -> None:
         assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].token_ids == expected
 
 
+def test_own_arrays_may_come_back_in_any_place_and_form() -> None:
+    weights = changed(OTHER, 10)
+    swapped = weights | {"embed": weights["head"], "head": weights["embed"]}
+    with make_engine(OTHER, warmup=False) as llm:
+        llm.update_params(swapped)
+        expected = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].token_ids
+        llm.update_params(weights)
+        own = tables.flatten(llm._executor.params)
+        llm.update_params(own | {"embed": own["head"], "head": own["embed"]})
+        assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].token_ids == expected
+        embed = tables.flatten(llm._executor.params)["embed"].addressable_shards[0].data  # another object
+        llm.update_params(logical(OTHER, swapped) | {"model.embed_tokens.weight": embed})
+        assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].token_ids == expected
+
+
+def test_devices_in_another_order_and_odd_host_arrays_are_taken() -> None:
+    weights = changed(MQA, 11)
+    unfused = logical(MQA, weights)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[1::-1]), ("x",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    with make_engine(MQA, tensor_parallel_size=2, warmup=False) as llm:
+        llm.update_params(weights)
+        expected = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].token_ids
+        odd = dict(zip(unfused, ["<f4", ">f4", np.longdouble, list, np.ma.array] * 99, strict=False))
+        made = {n: v.tolist() if odd[n] is list else odd[n](v) if odd[n] is np.ma.array else v.astype(odd[n])
+                for n, v in unfused.items()}  # fmt: skip
+        for form in ({n: jax.device_put(v, everywhere) for n, v in unfused.items()}, made):
+            llm.update_params(form)
+            assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].token_ids == expected
+
+
 def test_what_is_no_array_of_numbers_is_named_and_an_error_in_the_middle_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -197,6 +228,11 @@ def test_what_is_no_array_of_numbers_is_named_and_an_error_in_the_middle_ends_th
         bad = weights | {"embed": gone, "head": weights["head"].astype(str)}
         with pytest.raises(ValueError, match=r"(?=.*embed has been deleted or donated)(?=.*head is of dtype <U)"):
             llm.update_params(bad, running="restart")
+        shape = jax.ShapeDtypeStruct(weights["embed"].shape, np.float32)
+        keys = jax.random.split(jax.random.key(0), weights["embed"].size).reshape(weights["embed"].shape)
+        for no_numbers in (shape, keys, weights["embed"] * 1j):
+            with pytest.raises(ValueError, match="embed is of dtype"):
+                llm.update_params(weights | {"embed": no_numbers})
         assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].token_ids == before
 
         def failing(*_: Any) -> None:
@@ -207,3 +243,26 @@ def test_what_is_no_array_of_numbers_is_named_and_an_error_in_the_middle_ends_th
             llm.update_params(weights)
         with pytest.raises(RuntimeError, match="new weights could not be placed: out of memory"):
             llm.generate([PROMPT], GREEDY, use_tqdm=False)
+
+
+def test_prompt_logprobs_survive_a_restart_after_the_first_of_two_samples_ended() -> None:
+    weights = changed(OTHER, 12)
+    with make_engine(OTHER, warmup=False, enable_processors=True) as llm:
+        llm.update_params(weights)
+        wanted = None
+        for seed in range(30):
+            params = SamplingParams(n=2, temperature=1.0, seed=seed, max_tokens=20, prompt_logprobs=0,
+                                    stop_token_ids=list(range(0, 331, 6)))  # fmt: skip
+            wanted = llm.generate([PROMPT], params, use_tqdm=False)[0]
+            lengths = [len(one.token_ids) for one in wanted.outputs]
+            if lengths[0] + 4 < lengths[1]:
+                break
+        assert wanted is not None and lengths[0] + 4 < lengths[1]
+        llm.add_request(PROMPT, params)
+        outputs: list[Any] = []
+        while not any(o.outputs[0].finish_reason for o in outputs):
+            outputs = llm.step()
+        llm.update_params(weights, running="restart")
+        while llm.has_unfinished_requests():
+            outputs = llm.step() or outputs
+        assert outputs[-1].prompt_logprobs == wanted.prompt_logprobs

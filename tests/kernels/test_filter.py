@@ -93,6 +93,16 @@ def test_a_row_is_not_its_neighbours_business() -> None:
     np.testing.assert_array_equal(together, alone)
 
 
+def test_the_highest_temperatures_and_what_is_left_out() -> None:
+    """Where 1 / temperature is no normal float any more, and beside logits of -inf: all that exist weigh the same."""
+    x = np.tile(np.arange(8, dtype=np.float32), (4, 1))
+    x[2:, ::2] = -np.inf
+    temperatures = np.array([1.2e38, 3.4e38, 1.3e38, 1e37], np.float32)
+    wishes = np.zeros(4, np.int32), np.full(4, 0.5, np.float32), np.full(4, -np.inf, np.float32)
+    lows = jax.jit(lambda *a: kernels.filter_threshold(*a, backend=backend()))(x, temperatures, *wishes)
+    assert (x >= np.asarray(lows)[:, None]).sum(axis=1).tolist() == [4, 4, 2, 2]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_lowers(device: str) -> None:
     shapes = (256, 151_936), (256,), (256,), (256,), (256,)
