@@ -83,6 +83,10 @@ class AsyncEngine:
         """Ends a request; its iterator gives one more output, with finish_reason "abort". Unknown ids: a no-op."""
         await asyncio.wrap_future(self._submit(lambda: self.engine.abort_request(request_id)))
 
+    def stats(self) -> dict[str, Any]:
+        """``Engine.stats``: counters, from any thread and at any time."""
+        return self.engine.stats()
+
     async def close(self) -> None:
         """Aborts what is unfinished and ends the thread; an engine that was made here is closed. Twice is once."""
         with self._news:

@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxvllm import __version__
@@ -94,11 +95,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         help="token ids, like 1,2,3 (no tokenizer needed)",
     )
     parser.add_argument("--chat", action="store_true", help="each --prompt is a user message in the chat template")
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1.0)")
-    sampling.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: 1.0, all tokens)")
-    sampling.add_argument("--top-k", type=int, default=0, help="sample from the K most probable (default: 0, all)")
-    sampling.add_argument("--min-p", type=float, default=0.0, help="least share of the top token's probability")
+    about = "what isn't given here is the checkpoint's generation_config.json's, else vLLM's default"
+    sampling = parser.add_argument_group("sampling", about)
+    sampling.add_argument("--temperature", type=float, help="0 is greedy")
+    sampling.add_argument("--top-p", type=float, help="nucleus sampling; 1.0: all tokens")
+    sampling.add_argument("--top-k", type=int, help="sample from the K most probable; 0: all")
+    sampling.add_argument("--min-p", type=float, help="least share of the top token's probability")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end where this text comes up")
     sampling.add_argument("--max-tokens", type=int, default=64, help="new tokens at most (default: 64)")
     sampling.add_argument(
@@ -127,14 +129,15 @@ def run_generate(args: argparse.Namespace) -> int:
     from jaxvllm.config import ModelConfig
     from jaxvllm.sampling_params import SamplingParams
 
-    def params(number: int) -> SamplingParams:
-        seed = None if args.seed is None else args.seed + number
-        return SamplingParams(
-            temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, stop=args.stop,
-            max_tokens=args.max_tokens, ignore_eos=args.ignore_eos, seed=seed,
-        )  # fmt: skip
+    given = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    given = {name: value for name, value in given.items() if value is not None}
 
-    sampling = [params(number) for number in range(len(prompts))]
+    def sampling_params(defaults: SamplingParams) -> list[SamplingParams]:
+        seeds = [None if args.seed is None else args.seed + number for number in range(len(prompts))]
+        common = dict(given, stop=args.stop, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos)
+        return [replace(defaults, seed=seed, **common) for seed in seeds]
+
+    sampling_params(SamplingParams())
     ModelConfig.from_dir(args.path)  # as wrong values above: refused before jax is imported
     from jaxvllm.engine import Engine
 
@@ -146,6 +149,7 @@ def run_generate(args: argparse.Namespace) -> int:
                      "scheduling_policy", "record")
     }  # fmt: skip
     with Engine(args.path, warmup=False, **options) as engine:
+        sampling = sampling_params(engine.get_default_sampling_params())
         if args.chat:
             if engine.tokenizer is None:
                 raise ValueError(f"--chat needs a tokenizer, and {args.path} has none")

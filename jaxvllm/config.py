@@ -8,6 +8,7 @@ Must not know: jax, arrays, devices.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -18,6 +19,8 @@ from typing import Any
 
 from jaxvllm.architectures import ARCHITECTURES, SUPPORTED_ARCHITECTURES, architecture_of, refusals, supported
 from jaxvllm.rope import ConfigError, RopeConfig
+
+logger = logging.getLogger(__name__)
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
@@ -244,7 +247,11 @@ class EngineConfig:
                 "checkpoint whose rope_parameters extend its positions"
             )
         if self.num_blocks is not None:  # a sequence longer than the pool can't exist
-            length = min(length, self.num_blocks * self.block_size + 1)
+            room = self.num_blocks * self.block_size + 1
+            if room < length:
+                logger.warning("num_blocks=%d of %d tokens: a request has at most %d tokens, not max_model_len=%d",
+                               self.num_blocks, self.block_size, room, length)  # fmt: skip
+            length = min(length, room)
         return replace(self, max_model_len=length, dtype=self.dtype or model.dtype)
 
     def to_dict(self) -> dict[str, Any]:

@@ -69,7 +69,8 @@ def parse_prompt(prompt: Any, encode: Callable[[str], Sequence[int]] | None, voc
         raise ValueError(f"{name} is empty; a prompt needs at least one token")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
-            f"{name} must be a flat list of whole numbers, not values of type {ids.dtype} in shape {ids.shape}"
+            f"{name} must be a flat list of whole numbers, one sequence, not values of type {ids.dtype} in shape "
+            f"{ids.shape}"
         )
     return Prompt(None, _check_ids(ids, vocab_size, name))
 

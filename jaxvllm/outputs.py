@@ -91,7 +91,8 @@ class RequestOutput:
     outputs: its completions, SamplingParams.n of them.
     finished: no more tokens will come, to any of them.
     num_cached_tokens: prompt tokens that the prefix cache held at the first admission; None before it.
-    metrics: when it arrived, was admitted, had its first token and its end; preemptions. Of the first completion.
+    metrics: when it arrived, was admitted, had its first token and its end; preemptions. Of all completions together:
+        the first admission and token, the last end, sums.
     prompt_logprobs: of each prompt token, if they were asked for and are there yet; None for the first.
     """
 

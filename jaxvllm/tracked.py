@@ -204,16 +204,20 @@ class Tracked:
             outputs=outputs,
             finished=self.finished,
             num_cached_tokens=request.first_cached_tokens if request.num_admissions else None,
-            metrics=RequestMetrics(
-                arrival_time=request.arrival_time,
-                admitted_time=request.admitted_time or None,
-                first_token_time=request.first_token_time or None,
-                finished_time=request.finished_time or None,
-                num_output_tokens=request.num_output,
-                num_preemptions=request.num_preemptions,
-                num_recomputed_tokens=request.num_recomputed,
-            ),
+            metrics=self._metrics(),
             prompt_logprobs=self.prompt_logprobs,
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        requests = [completion.request for completion in self.completions]
+        return RequestMetrics(
+            arrival_time=requests[0].arrival_time,
+            admitted_time=min((r.admitted_time for r in requests if r.admitted_time), default=None),
+            first_token_time=min((r.first_token_time for r in requests if r.first_token_time), default=None),
+            finished_time=max(r.finished_time for r in requests) if all(r.finished_time for r in requests) else None,
+            num_output_tokens=sum(r.num_output for r in requests),
+            num_preemptions=sum(r.num_preemptions for r in requests),
+            num_recomputed_tokens=sum(r.num_recomputed for r in requests),
         )
 
     def mark_sent(self, output: RequestOutput) -> None:

@@ -74,6 +74,8 @@ class Trainable:
 
         Raises ValueError that lists every parameter that doesn't fit, ConfigError for options.
         """
+        if not isinstance(config, ModelConfig):
+            raise TypeError(f"config={config!r} must be a ModelConfig: ModelConfig.from_dir(path) reads a checkpoint's")
         size = options.pop("tensor_parallel_size", None)
         if mesh is not None and size not in (None, mesh.devices.size):
             raise ConfigError(

@@ -1,6 +1,7 @@
 """The command line, end to end on the recorded checkpoints."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,32 @@ def test_generate_gives_the_recorded_greedy_tokens(capsys: pytest.CaptureFixture
     assert out["token_ids"] == case["greedy"][:8]
     assert out["finish_reason"] == "length"
     assert out["text"] == ""
+
+
+def test_generate_samples_as_the_checkpoint_wants_unless_told_otherwise(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDEN / "yarn_factor_4", folder)
+    case = json.loads((folder / "expected.json").read_text())["cases"][0]
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 5.0, "top_k": 1}))
+    ids = ",".join(map(str, case["prompt"]))
+    tokens = []
+    for options in ([], ["--top-k", "0"]):
+        command = [
+            "generate",
+            str(folder),
+            "--prompt-ids",
+            ids,
+            "--max-tokens",
+            "8",
+            "--ignore-eos",
+            "--num-blocks",
+            "4",
+        ]
+        assert cli.main([*command, "--json", *options]) == 0
+        tokens.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert tokens[0] == case["greedy"][:8] != tokens[1]  # its top_k of 1; without it, its temperature
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def test_many_coroutines_get_the_tokens_of_generate(llm: Engine) -> None:
             found = await asyncio.gather(*map(collect, [served] * 6, PROMPTS, params))
             assert [outputs[-1].token_ids for outputs in found] == expected
             assert all(len(outputs) > 1 for outputs in found)
+            assert served.stats()["num_running"] == 0 and served.stats()["steps"] == llm.stats()["steps"] > 0
 
     asyncio.run(main())
     check_empty(llm)

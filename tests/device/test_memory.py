@@ -131,3 +131,9 @@ def test_without_warm_up_the_largest_step_of_each_kind_is_measured(monkeypatch: 
 def test_what_cannot_fit_is_said_with_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"leaves room for 0 blocks of 64 tokens.*needs 64: lower max_model_len"):
         chosen(FakeExecutor([89 * GB]), monkeypatch)
+
+
+def test_a_pool_smaller_than_the_longest_request_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert EngineConfig(num_blocks=64).resolve(MODEL).max_model_len == 4096 and not caplog.records
+    assert EngineConfig(num_blocks=2).resolve(MODEL).max_model_len == 129
+    assert "num_blocks=2 of 64 tokens: a request has at most 129 tokens, not max_model_len=4096" in caplog.text

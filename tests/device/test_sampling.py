@@ -7,6 +7,7 @@ the request's own seed, position and id. It knows nothing of batches, buckets, c
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -120,6 +121,31 @@ def test_samples_share_the_prompt_and_have_seeds_of_their_own(llm: Engine) -> No
         expect(prompt, params, one.token_ids, seed=40 + one.index)
     unseeded = llm.generate([prompt], SamplingParams(n=3, max_tokens=6, ignore_eos=True), use_tqdm=False)[0]
     assert len({tuple(one.token_ids) for one in unseeded.outputs}) == 3
+
+
+def test_metrics_of_several_samples_are_the_requests(llm: Engine) -> None:
+    """The end is the last sample's, in whichever order they end; tokens are counted together."""
+    prompt = random_prompts(1, seed=9, low=22, high=23)[0]
+    orders = set()
+    for seed in range(8):
+        params = SamplingParams(n=2, seed=seed, max_tokens=30, stop_token_ids=list(range(0, VOCAB, 8)))
+        started = time.perf_counter()
+        name = llm.add_request(prompt, params)
+        ends: dict[int, float] = {}
+        output = None
+        while llm.has_unfinished_requests():
+            for output in llm.step():
+                for one in output.outputs:
+                    if one.finished():
+                        ends.setdefault(one.index, time.perf_counter())
+        assert output is not None and output.request_id == name and output.metrics is not None
+        lengths = [len(one.token_ids) for one in output.outputs]
+        orders.add(lengths[0] < lengths[1])
+        assert output.metrics.num_output_tokens == sum(lengths)
+        assert output.metrics.finished_time is not None and started < output.metrics.finished_time <= max(ends.values())
+        if lengths[0] != lengths[1]:
+            assert output.metrics.finished_time > min(ends.values())
+    assert orders == {True, False}
 
 
 def test_a_request_of_several_samples_is_one_request(llm: Engine) -> None:

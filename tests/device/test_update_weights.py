@@ -120,6 +120,8 @@ def test_unfused_device_arrays_give_the_same_engine(model, shards: int) -> None:
             np.testing.assert_array_equal(np.asarray(value), placed[path])
         assert all(array.is_deleted() for array in arrays.values())
         assert given._executor.params["embed"].sharding.device_set == set(mesh.devices.flat)
+    with pytest.raises(TypeError, match=r"must be a ModelConfig: ModelConfig\.from_dir"):
+        Engine.from_params(str(model), arrays)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"tensor_parallel_size=3, but the mesh has {shards} devices"):
         Engine.from_params(config, weights, mesh=mesh, tensor_parallel_size=3)
 
