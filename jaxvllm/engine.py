@@ -248,13 +248,13 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
             step = self._scheduler.schedule()
             if step is not None:
                 bucket = self.buckets.pick(step)
-                layout = self._executor.layout(bucket)
-                buffer = fill_plan(step, self._scheduler, layout)
-                words = self._processing.words(step, self._scheduler.rows, layout.views(buffer))
+                buffer = fill_plan(step, self._scheduler, self._executor.layout(bucket))
+                words = self._processing.words(step, self._scheduler.rows, bucket, buffer)
                 self._in_flight.append((step, self._executor.dispatch(bucket, buffer, words)))
                 if step.first_samples and self._num_watched:
                     self._read_prompts(step)
-            finished, keep = list[Request](), self.config.async_steps if step is not None else 0
+            finished: list[Request] = []
+            keep = self.config.async_steps if step is not None else 0
             while len(self._in_flight) > keep:
                 finished += self._commit(*self._in_flight.popleft())
             return finished

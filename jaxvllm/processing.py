@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxvllm.core.buckets import Bucket
 from jaxvllm.core.knobs import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, draw_words, neutral_knobs
-from jaxvllm.core.plan import StepPlan
 from jaxvllm.core.request import Request
 from jaxvllm.core.rows import Rows
 from jaxvllm.core.step import ScheduledStep
@@ -30,21 +30,21 @@ class Processing:
         self._executor = executor
         self._sent_epoch = np.full(num_rows, -1, np.int64)  # Rows.epoch of the request that the device's row is about
 
-    def words(self, step: ScheduledStep, rows: Rows, plan: StepPlan) -> np.ndarray | None:
+    def words(self, step: ScheduledStep, rows: Rows, bucket: Bucket, buffer: np.ndarray) -> np.ndarray | None:
         """``draw_words`` of a processed step, or None: no request in it uses processors or log-probabilities.
 
         Call it after ``schedule``, right before the dispatch.
         """
         if not (rows.processed[step.rows] & step.samples).any():
             return None
-        knobs = neutral_knobs(len(plan.rows))
+        knobs = neutral_knobs(bucket.num_seqs)
         knobs[: len(step.rows)] = rows.knobs[step.rows]
         has_state = (rows.knobs[step.rows, 0] != 0) & step.samples
         stale = has_state & (self._sent_epoch[step.rows] != rows.epoch[step.rows])
         for row in step.rows[stale].tolist():
             self._executor.set_processor_row(row, self._host_row(rows.request.item(row)))
             self._sent_epoch[row] = rows.epoch[row]
-        return draw_words(plan, knobs)
+        return draw_words(self._executor.layout(bucket).views(buffer), knobs)
 
     def _host_row(self, request: Request) -> ProcessorState:
         params, known = request.params, request.known_tokens()

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from .float_order import float_key, key_float
 from .precision import LOG2_E
 
 NUM_WARPS = 16
@@ -29,7 +30,6 @@ COLUMNS = NUM_WARPS * 128  # four logits of a thread lie together
 ROWS = 4  # so many times: one thread's, so that they are summed without its neighbours
 COUNTED, WEIGHED = 7, 3
 BY_VALUE = 4  # passes
-SIGN = 1 << 31
 
 
 def filter_threshold(
@@ -98,9 +98,11 @@ def _kernel(factors_ref, top_k_ref, top_p_ref, depths_ref, logits_ref, low_ref, 
             counts = [jnp.sum(s) for s in sweep(look, tuple(_full(0) for _ in values))]
             return [c >= needed for c in counts], counts
 
-        bottom = jnp.minimum(_key(least), _key(peak))
+        bottom = jnp.minimum(float_key(least), float_key(peak))
         several = cuts & (number > wanted)
-        kth = _search(functools.partial(count, needed=wanted), bottom, _key(peak), number, wanted, several, counted)
+        kth = _search(
+            functools.partial(count, needed=wanted), bottom, float_key(peak), number, wanted, several, counted
+        )
         low = jnp.where(several, jnp.maximum(low, kth), low)
 
         def weigh(values: list):
@@ -119,8 +121,8 @@ def _kernel(factors_ref, top_k_ref, top_p_ref, depths_ref, logits_ref, low_ref, 
             needed = share * jnp.sum(total)
             return [jnp.sum(s) >= needed for s in pairs[::2]], [jnp.sum(s) for s in pairs[1::2]]
 
-        bottom = jnp.maximum(bottom, jnp.minimum(_key(low), _key(peak)))
-        nucleus = _search(weigh, bottom, _key(peak), number, -1, share < 1, weighed)
+        bottom = jnp.maximum(bottom, jnp.minimum(float_key(low), float_key(peak)))
+        nucleus = _search(weigh, bottom, float_key(peak), number, -1, share < 1, weighed)
         low_ref[row] = jnp.where(share < 1, jnp.maximum(low, nucleus), low)
 
 
@@ -139,7 +141,7 @@ def _search(look: Callable, bottom, top, number, exact, active, candidates: int)
     def narrow(state):
         low, high, above_low, above_high, number = state
         keys = _candidates(low, high, number < BY_VALUE, candidates)
-        enough, counts = look([_value(key) for key in keys])
+        enough, counts = look([key_float(key) for key in keys])
         for key, fits, count in zip(keys, enough, counts, strict=True):
             higher, lower = fits & (key >= low), ~fits & (key < high)
             low, above_low = jnp.where(higher, key, low), jnp.where(higher, count, above_low)
@@ -147,12 +149,12 @@ def _search(look: Callable, bottom, top, number, exact, active, candidates: int)
         return low, high, above_low, above_high, number + 1
 
     state = bottom, top + jnp.uint32(1), number, jnp.int32(0), jnp.int32(0)
-    return _value(lax.while_loop(undecided, narrow, state)[0])
+    return key_float(lax.while_loop(undecided, narrow, state)[0])
 
 
 def _candidates(low, high, by_value, number: int) -> list:
     """Keys in [low, high) that cut the range of values, or of keys, about evenly; at least one of them is above low."""
-    first, last = _value(low), _value(high - 1)
+    first, last = key_float(low), key_float(high - 1)
     by_value &= (jnp.abs(first) < jnp.inf) & (jnp.abs(last) < jnp.inf)
     span, parts = high - low, number + 1
     step, rest = lax.div(span, jnp.uint32(parts)), lax.rem(span, jnp.uint32(parts))
@@ -160,21 +162,10 @@ def _candidates(low, high, by_value, number: int) -> list:
     for part in range(1, parts):
         even = low + step * jnp.uint32(part) + lax.div(rest * jnp.uint32(part), jnp.uint32(parts))
         value = first * jnp.float32(1 - part / parts) + last * jnp.float32(part / parts)
-        keys.append(jnp.where(by_value, jnp.clip(_key(value), low, high - 1), even))
+        keys.append(jnp.where(by_value, jnp.clip(float_key(value), low, high - 1), even))
     keys[-1] = jnp.where(by_value & (span > 1), jnp.maximum(keys[-1], low + 1), keys[-1])
     return keys
 
 
 def _full(value):
     return jnp.full((COLUMNS,), value, jnp.int32 if isinstance(value, int) else jnp.float32)
-
-
-def _key(value):
-    """float32 -> uint32 in the same order (no NaN; -0.0 comes right before 0.0)."""
-    bits = lax.bitcast_convert_type(value, jnp.uint32)
-    return jnp.where(bits >= jnp.uint32(SIGN), ~bits, bits | jnp.uint32(SIGN))
-
-
-def _value(key):
-    """The float32 of a key."""
-    return lax.bitcast_convert_type(jnp.where(key >= jnp.uint32(SIGN), key ^ jnp.uint32(SIGN), ~key), jnp.float32)

@@ -23,10 +23,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxvllm.core.knobs import KNOBS, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from jaxvllm.kernels import filter_threshold
+from jaxvllm.kernels.float_order import key_float
 from jaxvllm.models.layers import first_id, tp_max, tp_sum
 from jaxvllm.runtime.mesh import TP, sharding
 from jaxvllm.runtime.numerics import ORDINARY, Numerics
-from jaxvllm.runtime.select import keyed_value, sort_keys, threshold
+from jaxvllm.runtime.select import sort_keys, threshold
 
 IN_PROMPT, IS_END, ONE_OUTPUT = 1, 2, 4  # counts: two flags, then the number of times in the output
 
@@ -161,7 +162,7 @@ def filter_lows(logits: jax.Array, knobs: dict[str, jax.Array], temperatures: ja
     left = jnp.where(keys >= low, weights, 0.0)
     nucleus = numerics.nucleus(keys, left, knobs["top_p"], total, unroll=unroll)
     low = jnp.maximum(low[:, 0], jnp.where(knobs["top_p"] < 1, nucleus, 0))
-    return keyed_value(jnp.maximum(low, sort_keys(jnp.full(low.shape, -jnp.inf))))
+    return key_float(jnp.maximum(low, sort_keys(jnp.full(low.shape, -jnp.inf))))
 
 
 def count_tokens(state: ProcessorState, rows: jax.Array, tokens: jax.Array, axis: str | None) -> ProcessorState:

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxvllm.kernels.float_order import float_key
+
 BITS_PER_PASS = 3
 """ceil(32 / 3) = 11 passes over the values find a threshold; each compares with 7 candidates at once. About where an
 H200 needs as long for the comparisons of a pass as for reading its values."""
@@ -29,13 +31,7 @@ Total = Callable[[jax.Array], jax.Array]  # [B, ...] on each shard -> their sum
 
 def sort_keys(x: jax.Array) -> jax.Array:
     """float32 -> uint32 in the same order: a > b exactly where the keys are, and 0.0 equals -0.0. No NaN, please."""
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def keyed_value(keys: jax.Array) -> jax.Array:
-    """float32 of ``sort_keys``' uint32."""
-    return lax.bitcast_convert_type(jnp.where(keys >> 31 == 1, keys ^ jnp.uint32(1 << 31), ~keys), jnp.float32)
+    return float_key(jnp.where(x == 0, 0.0, x))
 
 
 def threshold(keys: jax.Array, weights: jax.Array, needed: jax.Array, total: Total, *, unroll: bool) -> jax.Array:

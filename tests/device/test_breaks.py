@@ -89,7 +89,7 @@ def every(call: Any, number: int) -> list[int]:
 
 def test_ctrl_c_anywhere_in_generate(llm: Engine) -> None:
     expected = tokens_of(llm, PROMPTS, [GREEDY] * 3)
-    for at in every(lambda: tokens_of(llm, PROMPTS, [GREEDY] * 3), 100):
+    for at in every(lambda: tokens_of(llm, PROMPTS, [GREEDY] * 3), 150):
         with contextlib.suppress(KeyboardInterrupt), InterruptAt(at):
             tokens_of(llm, PROMPTS, [GREEDY] * 3)
         assert_nothing_left(llm)
@@ -99,7 +99,7 @@ def test_ctrl_c_anywhere_in_generate(llm: Engine) -> None:
 def test_ctrl_c_anywhere_in_score(llm: Engine) -> None:
     ids = list(range(30))
     expected = llm.score(ids)
-    for at in every(lambda: llm.score(ids), 130):
+    for at in every(lambda: llm.score(ids), 200):
         with contextlib.suppress(KeyboardInterrupt), InterruptAt(at):
             llm.score(ids)
         assert_nothing_left(llm)
@@ -118,7 +118,7 @@ def test_ctrl_c_anywhere_in_step(llm: Engine) -> None:
             llm.add_request(prompt, GREEDY)
         drive({})
 
-    for at in every(whole, 100):
+    for at in every(whole, 150):
         outputs: dict[str, Any] = {}
         with contextlib.suppress(KeyboardInterrupt), InterruptAt(at):
             for prompt in PROMPTS:

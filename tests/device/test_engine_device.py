@@ -16,7 +16,7 @@ from tests.device.support import DATA, MODEL, kv_of, make_engine, poison, random
     ("name", "sizes"),
     [
         ("tied_head_dim_differs", (2,)),  # 4 query heads, 2 kv heads
-        ("mqa_one_kv_head_odd_vocab", (4,)),  # kv head replicated, vocabulary of 257 padded (two: test_update_weights)
+        ("mqa_one_kv_head_odd_vocab", (2, 4)),  # kv head replicated, vocabulary of 257 padded
         ("untied_sharded_index", (4,)),  # two kv heads over four shards
     ],
 )

@@ -106,5 +106,6 @@ def test_over_shards_only_zeros_are_added() -> None:
 
 
 def test_the_default_has_them() -> None:
-    for found in sums_of_steps("Qwen3ForCausalLM", "triton", 1, invariant=False):
-        assert found
+    redraws = (1, 3, 5)  # without the model, so without products
+    for place, found in enumerate(sums_of_steps("Qwen3ForCausalLM", "triton", 1, invariant=False)):
+        assert found["dot_general"] > 0 or (place in redraws and found.total() > 0)
