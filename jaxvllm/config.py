@@ -192,6 +192,7 @@ class EngineConfig:
     seed: int = 0
     attention_backend: str = "auto"
     batch_invariant: bool = False
+    disable_custom_all_reduce: bool = False
     async_steps: int = 1
     decode_buckets: tuple[int, ...] | None = None
     token_buckets: tuple[int, ...] | None = None
@@ -208,7 +209,8 @@ class EngineConfig:
         for name, low in (("num_blocks", 1), ("max_model_len", 2)):  # 2: a prompt token and an output token
             if getattr(self, name) is not None:
                 _check_int(problems, name, getattr(self, name), low)
-        for name in ("enable_prefix_caching", "batch_invariant", "enable_processors", "warmup"):
+        flags = "enable_prefix_caching", "batch_invariant", "disable_custom_all_reduce", "enable_processors", "warmup"
+        for name in flags:
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name}={getattr(self, name)!r} must be True or False")
         _check_int(problems, "async_steps", self.async_steps, 0)

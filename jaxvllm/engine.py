@@ -57,6 +57,7 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
     attention_backend: "auto", or one of "triton", "mosaic" (Hopper), "xla", "reference", "triton_interpret" and
         "mosaic_interpret" (slow, anywhere: for tests); one that can't run here gives way to another with a warning.
     batch_invariant: the same tokens and log-probabilities to the last bit, whatever else is in a batch; slower.
+    disable_custom_all_reduce: sums over devices by XLA's all-reduces, also where our own kernel could.
     async_steps: steps dispatched ahead of the one whose tokens are read; 0 reads each step at once.
     decode_buckets, token_buckets: padded batch sizes and token counts to compile; None takes the default tables.
     enable_processors: serve everything that SamplingParams can ask for; False only temperature, seeds and stops, which
@@ -78,7 +79,8 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
                  policy: str = "fcfs", long_prefill_token_threshold: int = 0, reserve_full_prompt: bool = True,
                  enable_chunked_prefill: bool = True, share_prefixes: bool = True,
                  enable_prefix_caching: bool = True, dtype: str | None = None, seed: int = 0,
-                 attention_backend: str = "auto", batch_invariant: bool = False, async_steps: int = 1,
+                 attention_backend: str = "auto", batch_invariant: bool = False,
+                 disable_custom_all_reduce: bool = False, async_steps: int = 1,
                  decode_buckets: Sequence[int] | None = None, token_buckets: Sequence[int] | None = None,
                  enable_processors: bool = True, max_logprobs: int = 20, logprobs_mode: str = "raw_logprobs",
                  generation_config: str = "auto", warmup: bool = True,
@@ -91,7 +93,8 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
             policy=policy, long_prefill_token_threshold=long_prefill_token_threshold,
             reserve_full_prompt=reserve_full_prompt, enable_chunked_prefill=enable_chunked_prefill,
             share_prefixes=share_prefixes, enable_prefix_caching=enable_prefix_caching, dtype=dtype, seed=seed,
-            attention_backend=attention_backend, batch_invariant=batch_invariant, async_steps=async_steps,
+            attention_backend=attention_backend, batch_invariant=batch_invariant,
+            disable_custom_all_reduce=disable_custom_all_reduce, async_steps=async_steps,
             decode_buckets=None if decode_buckets is None else tuple(decode_buckets),
             token_buckets=None if token_buckets is None else tuple(token_buckets),
             enable_processors=enable_processors, max_logprobs=max_logprobs, logprobs_mode=logprobs_mode,

@@ -24,6 +24,7 @@ from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.kernels import resolve_backend
 from jaxvllm.models import params as tables
 from jaxvllm.models.registry import param_table
+from jaxvllm.runtime.exchange import make_exchange
 from jaxvllm.runtime.executor import Executor
 from jaxvllm.runtime.memory import choose_num_blocks
 from jaxvllm.runtime.mesh import make_mesh
@@ -104,7 +105,8 @@ def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable
         named = engine.attention_backend != "auto"  # then there is a reason only when it gave way
         logger.log(logging.WARNING if named else logging.INFO, "attention: %s", backends.reason)
     table_width = -(-engine.max_model_len // engine.block_size)
-    executor = Executor(model, engine, mesh, table, backends, table_width)
+    exchange = make_exchange(mesh, model, engine, backends)
+    executor = Executor(model, engine, mesh, table, backends, table_width, exchange)
     started = time.perf_counter()
     if isinstance(source, GivenModel):
         placed = executor.placer.place(source.params, donate=source.donate)

@@ -22,6 +22,8 @@ __all__ = [
     "BACKENDS",
     "ResolvedBackends",
     "add_rms_norm",
+    "all_reduce_add_rms_norm",
+    "best_of_shards",
     "by_row",
     "decode_attention",
     "dot_precision",
@@ -124,6 +126,33 @@ def add_rms_norm(
     backend: a Triton one (`ResolvedBackends.fused`); elsewhere models compose it of plain jax.
     """
     return implementation("add_rms_norm", backend)(x, delta, weights, row, eps=eps)
+
+
+def all_reduce_add_rms_norm(
+    x: jax.Array,
+    part: jax.Array,
+    weights: jax.Array,
+    row: int | jax.Array,
+    peers: jax.Array,
+    *,
+    turn: int,
+    capacity: int,
+    eps: float,
+) -> tuple[jax.Array, jax.Array]:
+    """`add_rms_norm` of x and the sum of all shards' parts [T, H], without an all-reduce of XLA; Hopper alone.
+
+    peers: where the shards' buffers begin, turn and capacity: which part of them (`exchange_mosaic`).
+    """
+    function = implementation("all_reduce_add_rms_norm", "mosaic")
+    return function(x, part, weights, row, peers, turn=turn, capacity=capacity, eps=eps)
+
+
+def best_of_shards(values: jax.Array, ids: jax.Array, peers: jax.Array, *, offset: int, max_seqs: int) -> jax.Array:
+    """values [B] float32, ids [B] int32, one candidate of each shard -> the id of the largest, the lowest of equals.
+
+    The same [B] on all shards. peers: as above; offset: where the buffers' pairs begin, for max_seqs sequences.
+    """
+    return implementation("best_of_shards", "mosaic")(values, ids, peers, offset=offset, max_seqs=max_seqs)
 
 
 def qk_norm_rope_write(

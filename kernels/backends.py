@@ -37,6 +37,7 @@ _MODULES = {
         "decode_attention": "decode_mosaic",
         "ragged_attention": "prefill_mosaic",
         "invariant_attention": "prefill_mosaic",
+        **dict.fromkeys(("all_reduce_add_rms_norm", "best_of_shards"), "exchange_mosaic"),
     },
 }
 _INTERPRETED = {"triton_interpret": "triton", "mosaic_interpret": "mosaic"}  # run anywhere, slowly: for tests

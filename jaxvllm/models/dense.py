@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxvllm.config import ConfigError, ModelConfig
 from jaxvllm.models.arithmetic import PLAIN, Arithmetic
-from jaxvllm.models.layers import embed_tokens, project_parts
+from jaxvllm.models.layers import embed_tokens, project_parts, tp_sum
 from jaxvllm.models.params import ParamInfo, Source, Table
 
 # (layer, an int32 scalar; q [T, Hq, D]; k, v [T, Hkv, D], or None when they are written already; carry)
@@ -39,8 +38,9 @@ STD = 0.02  # of random weights
 class Fused[Carry]:
     """Kernels for what lies between the projections; each computes what the plain lines of a forward do.
 
-    add_norm(x, delta, weights [R, H], row) -> (x + delta, its norm with weights[row]), both [T, H]; delta [T, H], or
-    [parts, T, H] float32 to be summed first.
+    add_norm(x, delta, weights [R, H], row, turn) -> (x + delta, its norm with weights[row]), both [T, H]; delta [T, H],
+    or [parts, T, H] float32 to be summed first. turn: 0 and 1 before and between a layer's sublayers, 2 at the end.
+    sums: add_norm also sums delta over the shards.
     parts: in how many the products that end a sublayer are computed (``project_parts``); 1 = whole.
     norm_rope_write(layer, qkv [T, Hkv, G + 2, D], q_norm [L, D], k_norm [L, D], cos, sin [T, D/2], carry)
     -> (q [T, Hq, D] normed and rotated, the carry with keys and values written).
@@ -48,9 +48,10 @@ class Fused[Carry]:
     Norm weights are handed over whole: a layer's slice would be a copy of its own.
     """
 
-    add_norm: Callable[[jax.Array, jax.Array, jax.Array, int | jax.Array], tuple[jax.Array, jax.Array]]
+    add_norm: Callable[[jax.Array, jax.Array, jax.Array, int | jax.Array, int], tuple[jax.Array, jax.Array]]
     norm_rope_write: Callable[..., tuple[jax.Array, Carry]]
     parts: int = 1
+    sums: bool = False
     rope_write: Callable[..., tuple[jax.Array, Carry]] | None = None
 
 
@@ -147,35 +148,44 @@ def forward[Carry](params: Mapping[str, Any], config: ModelConfig, token_ids: ja
     None outside. ``fused`` replaces elementwise chains by kernels that compute the same; ``arithmetic`` is what ``qkv``
     computes with, too.
     """
-    add_norm = partial(arithmetic.add_rms_norm, eps=config.rms_norm_eps) if fused is None else fused.add_norm
-    project = arithmetic.project
+    project, sums = arithmetic.project, fused is not None and fused.sums
     cos, sin = arithmetic.rope_tables(positions, config.rope, config.head_dim)
 
+    def add_norm(x: jax.Array, delta: jax.Array, weights: jax.Array, row: int | jax.Array, turn: int
+                 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        if fused is not None:
+            return fused.add_norm(x, delta, weights, row, turn)
+        return arithmetic.add_rms_norm(x, delta, weights, row, eps=config.rms_norm_eps)
+
     def end_sublayer(y: jax.Array, weight: jax.Array) -> jax.Array:
-        if fused is None or fused.parts == 1:
-            return arithmetic.tp_sum(project(y, weight), axis)
-        return project_parts(y, weight, fused.parts)
+        if fused is not None and fused.parts > 1:
+            return project_parts(y, weight, fused.parts)
+        return project(y, weight) if sums else arithmetic.tp_sum(project(y, weight), axis)
 
     # One function for all layers: it is traced and lowered once and called L times with the layer's number as an
     # operand. XLA inlines the calls, so the compiled step is the same as an unrolled one.
     @jax.jit
     def block(i: jax.Array, layer: Mapping[str, jax.Array], x: jax.Array, delta: jax.Array, carry: Carry
               ) -> tuple[jax.Array, jax.Array, Carry]:  # fmt: skip
-        x, y = add_norm(x, delta, params["input_norm"], i)
+        x, y = add_norm(x, delta, params["input_norm"], i, 0)
         q, k, v, carry = qkv(i, layer, y, cos, sin, carry)
         out, carry = attend(i, q, k, v, carry)
         delta = end_sublayer(out.reshape(out.shape[0], -1), layer["o"])
-        x, y = add_norm(x, delta, params["post_norm"], i)
+        x, y = add_norm(x, delta, params["post_norm"], i, 1)
         gate_up = project(y, layer["gate_up"])  # [T, 2, I_local]
         return x, end_sublayer(arithmetic.silu_mul(gate_up), layer["down"]), carry
 
-    x = embed_tokens(params["embed"], token_ids, axis)  # [T, H], the residual stream
-    delta = jnp.zeros_like(x)  # what the last sublayer adds to it
+    embedded = embed_tokens(params["embed"], token_ids, axis)
+    # x is the residual stream [T, H], delta what the last sublayer adds to it
+    if sums:
+        x, delta = jnp.zeros_like(embedded), embedded
+    else:
+        x, delta = tp_sum(embedded, axis), jnp.zeros_like(embedded)
     if fused is not None and fused.parts > 1:
         delta = jnp.zeros((fused.parts, *x.shape), jnp.float32)
     for i, layer in enumerate(params["layers"]):
         x, delta, carry = block(jnp.int32(i), layer, x, delta, carry)
-    return add_norm(x, delta, params["final_norm"][None], 0)[1], carry
+    return add_norm(x, delta, params["final_norm"][None], 0, 2)[1], carry
 
 
 def split_qkv(qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

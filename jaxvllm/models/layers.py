@@ -119,15 +119,15 @@ def in_slices[Out](function: Callable[[jax.Array, jax.Array], Out], hidden: jax.
 
 
 def embed_tokens(table: jax.Array, token_ids: jax.Array, axis: str | None) -> jax.Array:
-    """table [V_local, H], token_ids [T] int32 (global ids) -> [T, H].
+    """table [V_local, H], token_ids [T] int32 (global ids) -> this shard's part [T, H] of the embedded tokens.
 
-    Each shard owns V_local consecutive ids: the others contribute zeros, and the sum has each row once. An id outside
-    the vocabulary embeds as zeros.
+    Each shard owns V_local consecutive ids: the others contribute zeros, and the sum over the shards has each row once.
+    An id outside the vocabulary embeds as zeros.
     """
     local = token_ids - first_id(table.shape[0], axis)
     mine = (local >= 0) & (local < table.shape[0])
     rows = table[jnp.where(mine, local, 0)]
-    return tp_sum(jnp.where(mine[:, None], rows, jnp.zeros((), table.dtype)), axis)
+    return jnp.where(mine[:, None], rows, jnp.zeros((), table.dtype))
 
 
 def head_logits(table: jax.Array, hidden: jax.Array, project: Callable[..., jax.Array] = project) -> jax.Array:

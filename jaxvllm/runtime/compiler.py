@@ -24,6 +24,7 @@ from jaxvllm.core.knobs import DRAW
 from jaxvllm.core.plan import PlanLayout
 from jaxvllm.kernels import ResolvedBackends
 from jaxvllm.models.params import Table, nest
+from jaxvllm.runtime.exchange import Exchange
 from jaxvllm.runtime.mesh import TP, sharding, spmd
 from jaxvllm.runtime.processors import PROCESSOR_SPECS, ProcessorState, processor_shapes, set_row
 from jaxvllm.runtime.redraw import make_redraw
@@ -44,9 +45,9 @@ TRACING = Lock()
 class Compiler:
     """Compiles the functions of one model on one mesh."""
 
-    def __init__(self, model: ModelConfig, engine: EngineConfig, mesh: Mesh, table: Table, backends: ResolvedBackends
-                 ) -> None:  # fmt: skip
-        self.model, self.engine, self.mesh, self.backends = model, engine, mesh, backends
+    def __init__(self, model: ModelConfig, engine: EngineConfig, mesh: Mesh, table: Table, backends: ResolvedBackends,
+                 exchange: Exchange | None) -> None:  # fmt: skip
+        self.model, self.engine, self.mesh, self.backends, self.exchange = model, engine, mesh, backends, exchange
         self.param_specs = nest({path: P(*info.axes) for path, info in table.items()})
         dtype = jnp.dtype(engine.dtype)
         self.param_shapes = nest(
@@ -74,9 +75,12 @@ class Compiler:
             P(None, TP) if self.engine.enable_processors else None,
         )
         function = make_step(layout, self.model, self.backends, TP)
-        mapped = spmd(function, self.mesh, (self.param_specs, STATE_SPECS, specs, P()), (STATE_SPECS, specs, P()))
-        jitted = jax.jit(mapped, donate_argnums=(1, 2), keep_unused=True)  # unused: the logits of the step before
-        return self._compile(jitted, self.param_shapes, state, logits, self._words(layout.size))
+        exchange = jax.tree.map(lambda _: P(TP), self.exchange)
+        in_specs = (self.param_specs, STATE_SPECS, specs, P(), exchange)
+        mapped = spmd(function, self.mesh, in_specs, (STATE_SPECS, specs, P()))
+        # unused: the logits of the step before, and the buffers of the exchange, which must live as long as it runs
+        jitted = jax.jit(mapped, donate_argnums=(1, 2), keep_unused=True)
+        return self._compile(jitted, self.param_shapes, state, logits, self._words(layout.size), self.exchange)
 
     def redraw(self, num_seqs: int) -> Any:
         """``make_redraw``, its states donated."""

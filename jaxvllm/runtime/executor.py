@@ -26,6 +26,7 @@ from jaxvllm.kernels import ResolvedBackends
 from jaxvllm.models.params import Table
 from jaxvllm.models.registry import param_table
 from jaxvllm.runtime.compiler import Compiler, compile_in_threads
+from jaxvllm.runtime.exchange import Exchange
 from jaxvllm.runtime.mesh import TP
 from jaxvllm.runtime.processors import ProcessorState
 from jaxvllm.runtime.state import allocate_state, state_shapes
@@ -59,10 +60,10 @@ class Executor:
     """Runs plans of known buckets over one mesh; one donated device state is threaded through all steps."""
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, mesh: Mesh, table: Table, backends: ResolvedBackends,
-                 table_width: int) -> None:  # fmt: skip
-        self.model, self.engine, self.mesh, self.backends = model, engine, mesh, backends
+                 table_width: int, exchange: Exchange | None = None) -> None:  # fmt: skip
+        self.model, self.engine, self.mesh, self.backends, self.exchange = model, engine, mesh, backends, exchange
         self.table_width = table_width
-        self.compiler = Compiler(model, engine, mesh, table, backends)
+        self.compiler = Compiler(model, engine, mesh, table, backends, exchange)
         self.placer = ParamPlacer(param_table(model), table, mesh, str(engine.dtype))
         self.params: dict[str, Any] = {}
         self.state: Any = None  # DeviceState, once started
@@ -150,7 +151,7 @@ class Executor:
             shape = self.compiler.logits_shape(number)
             self._logits[number] = None if shape is None else allocate_state(shape)
         compiled = self._compiled(self._steps, bucket, self._compile_step)
-        self.state, logits, tokens = compiled(self.params, self.state, self._logits[number], buffer)
+        self.state, logits, tokens = compiled(self.params, self.state, self._logits[number], buffer, self.exchange)
         self._logits[number] = logits
         if words is None:
             tokens.copy_to_host_async()
@@ -214,9 +215,9 @@ class Executor:
 
     def close(self) -> None:
         """Gives the device memory back."""
-        for leaf in jax.tree.leaves((self.params, self.state, self.processors, self._logits)):
+        for leaf in jax.tree.leaves((self.params, self.state, self.processors, self._logits, self.exchange)):
             if isinstance(leaf, jax.Array) and not leaf.is_deleted():
                 leaf.delete()
-        self.params, self.state, self.processors = {}, None, None
+        self.params, self.state, self.processors, self.exchange = {}, None, None, None
         for compiled in (self._steps, self._redraws, self._scores, self._logits):
             compiled.clear()

@@ -7,6 +7,8 @@ second code path. Each shard takes the best of its own ids; the (value, id) pair
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -18,13 +20,15 @@ from jaxvllm.models.layers import first_id, tp_max
 
 def sample(logits: jax.Array, temperatures: jax.Array, seeds: jax.Array, positions: jax.Array,
            lows: jax.Array | None = None, *, vocab_size: int, axis: str | None = None, backend: str | None = None,
-           tiles: int | None = None) -> jax.Array:  # fmt: skip
+           tiles: int | None = None, best_of: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+           ) -> jax.Array:  # fmt: skip
     """One token per row, the same on every shard.
 
     logits [B, V_local] float32; temperatures [B] float32 (0 = greedy); seeds [B, 2] uint32 (low, high word of the
     request's seed); positions [B] int32 (number of tokens before the new one); vocab_size: ids at and above it are
     padding and never sampled; lows [B] float32: neither are lower logits; backend: of the fused kernel
-    (`ResolvedBackends.fused`), None composes it of plain jax; tiles: the kernel's.
+    (`ResolvedBackends.fused`), None composes it of plain jax; tiles: the kernel's. best_of: (values [B], ids [B]) of
+    this shard's candidates -> the winners' ids, the same on all shards; None: by XLA's all-reduces.
     Returns ids [B] int32; equal values give the lowest id at any number of shards.
     """
     start = first_id(logits.shape[-1], axis)
@@ -37,6 +41,8 @@ def sample(logits: jax.Array, temperatures: jax.Array, seeds: jax.Array, positio
                                       backend=backend, tiles=tiles, lows=lows)  # fmt: skip
     if axis is None or lax.axis_size(axis) == 1:
         return winner
+    if best_of is not None:
+        return best_of(value, winner)
     peak = tp_max(value, axis)
     return lax.pmin(jnp.where(value == peak, winner, jnp.iinfo(jnp.int32).max), axis)
 

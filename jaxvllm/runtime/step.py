@@ -20,6 +20,7 @@ from jaxvllm.core.plan import PlanLayout
 from jaxvllm.kernels import (
     ResolvedBackends,
     add_rms_norm,
+    all_reduce_add_rms_norm,
     decode_attention,
     qk_norm_rope_write,
     ragged_attention,
@@ -27,8 +28,9 @@ from jaxvllm.kernels import (
     write_kv,
 )
 from jaxvllm.models.dense import Fused
-from jaxvllm.models.layers import head_logits, token_logprobs
+from jaxvllm.models.layers import head_logits, token_logprobs, tp_sum
 from jaxvllm.models.registry import family
+from jaxvllm.runtime.exchange import Exchange
 from jaxvllm.runtime.logprobs import prompt_logprobs
 from jaxvllm.runtime.numerics import numerics_of
 from jaxvllm.runtime.sampler import sample
@@ -53,8 +55,12 @@ def unpack(buffer: jax.Array, layout: PlanLayout) -> SimpleNamespace:
 
 
 def run_model(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespace, layout: PlanLayout,
-              model: ModelConfig, backends: ResolvedBackends, axis: str) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The forward over the paged cache: hidden states [T, H] and the cache with this step's keys and values."""
+              model: ModelConfig, backends: ResolvedBackends, axis: str, exchange: Exchange | None = None
+              ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The forward over the paged cache: hidden states [T, H] and the cache with this step's keys and values.
+
+    exchange: through which the shards add up their parts; None: all-reduces of XLA do it.
+    """
     source = plan.token_src
     last = state.last_tokens[jnp.clip(source, 0, state.last_tokens.shape[0] - 1)]
     token_ids = jnp.where(source >= 0, last, plan.token_ids)
@@ -77,7 +83,7 @@ def run_model(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespa
                                    backend=backends.ragged_attention, invariant=backends.invariant)  # fmt: skip
         return out, (kv, arrivals)
 
-    fused = None if backends.fused is None else fused_kernels(plan, model, backends, axis)
+    fused = None if backends.fused is None else fused_kernels(plan, model, backends, axis, exchange)
     forward = family(model).forward
     heads = model.num_attention_heads // lax.axis_size(axis)
     carry = state.cache.kv, jnp.zeros((layout.bucket.num_seqs, heads), jnp.int32)
@@ -94,7 +100,8 @@ def one_row_tiles(context_lens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
     return query_start, jnp.where(seq < used, seq, -1), jnp.where(seq < used, seq, 0)
 
 
-def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backends: ResolvedBackends, axis: str) -> Fused[Carry]:
+def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backends: ResolvedBackends, axis: str,
+                  exchange: Exchange | None) -> Fused[Carry]:  # fmt: skip
     """The forward's elementwise chains as kernels, for the plan's slots."""
     backend = backends.fused
     assert backend is not None
@@ -110,22 +117,36 @@ def fused_kernels(plan: SimpleNamespace, model: ModelConfig, backends: ResolvedB
         q, kv = rope_write(qkv, cos, sin, carry[0], layer, plan.slot_mapping, backend=backend)
         return q, (kv, carry[1])
 
-    add_norm = partial(add_rms_norm, eps=model.rms_norm_eps, backend=backend)
+    tokens, shards = plan.positions.shape[0], lax.axis_size(axis)
+
+    def add_norm(x: jax.Array, delta: jax.Array, weights: jax.Array, row: int | jax.Array, turn: int
+                 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        return add_rms_norm(x, delta, weights, row, eps=model.rms_norm_eps, backend=backend)
+
+    def sum_add_norm(x: jax.Array, delta: jax.Array, weights: jax.Array, row: int | jax.Array, turn: int
+                     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        if exchange is None or tokens > exchange.capacity:
+            return add_norm(x, tp_sum(delta, axis), weights, row, turn)
+        return all_reduce_add_rms_norm(x, delta, weights, row, exchange.peers, turn=turn, capacity=exchange.capacity,
+                                       eps=model.rms_norm_eps)  # fmt: skip
+
     if backends.invariant:
         return Fused(add_norm, norm_rope_write, rope_write=rope_and_write)
-    tokens, shards = plan.positions.shape[0], lax.axis_size(axis)
+    if shards > 1:
+        return Fused(sum_add_norm, norm_rope_write, sums=True)
     divides = not (model.num_attention_heads * model.head_dim % PARTS or model.intermediate_size % PARTS)
-    parts = PARTS if tokens in PARTS_TOKENS and shards == 1 and divides else 1
+    parts = PARTS if tokens in PARTS_TOKENS and divides else 1
     return Fused(add_norm, norm_rope_write, parts)
 
 
 def next_logits(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespace, layout: PlanLayout,
-                model: ModelConfig, backends: ResolvedBackends, axis: str) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+                model: ModelConfig, backends: ResolvedBackends, axis: str, exchange: Exchange | None
+                ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The forward and the head: this shard's logits [B, V_local] for each sequence's next token, and the cache.
 
     The head runs on the last token of each sequence only (B rows, never all T tokens).
     """
-    hidden, kv = run_model(params, state, plan, layout, model, backends, axis)
+    hidden, kv = run_model(params, state, plan, layout, model, backends, axis, exchange)
     if layout.bucket.kind != "decode":
         hidden = hidden[jnp.maximum(plan.query_start[1:] - 1, 0)]
     project = numerics_of(backends).arithmetic.project
@@ -133,29 +154,32 @@ def next_logits(params: Mapping[str, Any], state: DeviceState, plan: SimpleNames
 
 
 def draw(logits: jax.Array, last_tokens: jax.Array, plan: Any, model: ModelConfig, backends: ResolvedBackends,
-         axis: str, *lows: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+         axis: str, *lows: jax.Array, exchange: Exchange | None = None
+         ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """One token a sequence from the logits (tokens [B] int32), and last_tokens with them in the plan's rows.
 
-    lows [B], if given: from logits that aren't lower.
+    lows [B], if given: from logits that aren't lower. exchange: as ``run_model``'s; once a step.
     """
     numerics = numerics_of(backends)
+    best_of = None if exchange is None else exchange.best_of_shards
     sample_rows = numerics.rows(partial(sample, vocab_size=model.vocab_size, axis=axis, backend=backends.fused,
-                                        tiles=numerics.sample_tiles))  # fmt: skip
+                                        tiles=numerics.sample_tiles, best_of=best_of))  # fmt: skip
     tokens = sample_rows(logits, plan.temperatures, plan.seeds, plan.sample_positions, *lows)
     return tokens, last_tokens.at[plan.rows].set(tokens, mode="drop")
 
 
 def make_step(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackends, axis: str) -> Callable[..., Any]:
-    """(params, state, logits, buffer) -> (state, logits, tokens [B] int32): one step of the bucket of ``layout``.
+    """(params, state, logits, buffer, exchange) -> (state, logits, tokens [B] int32): one step of ``layout``'s bucket.
 
     The logits that come in are a buffer [B, V_local] float32 for those that go out, or None: then none do.
+    exchange: see ``run_model``; None in ``Engine.score``'s and ``prompt_logprobs``' steps.
     """
 
-    def step(params: Mapping[str, Any], state: DeviceState, room: jax.Array | None, buffer: jax.Array
-             ) -> tuple[DeviceState, jax.Array | None, jax.Array]:  # fmt: skip
+    def step(params: Mapping[str, Any], state: DeviceState, room: jax.Array | None, buffer: jax.Array,
+             exchange: Exchange | None) -> tuple[DeviceState, jax.Array | None, jax.Array]:  # fmt: skip
         plan = unpack(buffer, layout)
-        logits, kv = next_logits(params, state, plan, layout, model, backends, axis)
-        tokens, last_tokens = draw(logits, state.last_tokens, plan, model, backends, axis)
+        logits, kv = next_logits(params, state, plan, layout, model, backends, axis, exchange)
+        tokens, last_tokens = draw(logits, state.last_tokens, plan, model, backends, axis, exchange=exchange)
         state = DeviceState(cache=KVCache(kv=kv), last_tokens=last_tokens)
         return state, None if room is None else logits, tokens
 

@@ -49,7 +49,7 @@ THIRD_PARTY = {
     "jaxvllm.recording": {"numpy"},
     "jaxvllm.replay": {"numpy"},
     "jaxvllm.drawing": {"matplotlib"},
-    "jaxvllm.kernels": {"jax"},
+    "jaxvllm.kernels": {"jax", "jaxlib"},  # jaxlib.mlir: what Pallas has no words for
     "jaxvllm.models": {"jax", "numpy"},
     "jaxvllm.convert": {"jax", "numpy", "ml_dtypes", "orbax", "tensorstore", "tqdm", "xxhash"},
 }
