@@ -188,7 +188,7 @@ def main() -> None:
     what.add_argument("--config", help="qwen3-0.6b, qwen3-8b or tiny: a random model of that shape")
     what.add_argument("--model", type=Path, help="a Hugging Face folder that is there")
     made.add_argument("--work", type=Path, help="folder to write in, 2 x the model (default: a temporary one)")
-    made.add_argument("--tensor-parallel-size", type=int, default=1)
+    made.add_argument("--tensor-parallel-size", "--tp", type=int, default=1)
     made.add_argument("--states", default="cold,warm", help="of the page cache (default: cold,warm)")
     made.add_argument("--repeats", type=int, default=3)
     args = made.parse_args()

@@ -15,6 +15,8 @@ from tests.repo.sources import ROOT
 from tests.xla_flags import QUICK
 
 ROW_KEYS = {"bench", "case", "value", "unit", "floor", "device", "jax", "commit", "command", "date"}
+MESH_KEYS = {"tokens_per_s", "all_reduce_ms", "speed_up", "efficiency"}
+ON_ONE_DEVICE = {"host", "ceilings", "kernels"}
 
 
 def run(module: str, out: Path, *options: str, alone: bool = False) -> list[dict[str, object]]:
@@ -30,8 +32,9 @@ def run(module: str, out: Path, *options: str, alone: bool = False) -> list[dict
             patched.setattr(sys, "argv", [str(ROOT / "bench" / f"{module}.py"), *arguments])
             importlib.import_module(f"bench.{module}").main()
     rows = [json.loads(line) for line in (out / f"{module}.jsonl").read_text().splitlines()]
+    keys = ROW_KEYS | (set() if module in ON_ONE_DEVICE else {"tensor_parallel_size"})
     for row in rows:
-        assert set(row) == ROW_KEYS
+        assert set(row) == keys | (MESH_KEYS if module == "mesh" else set())
         assert row["value"] > 0 or (row["value"] == 0 and module == "latency")  # counts of what shouldn't happen
         assert row["commit"] == "abc"
         assert row["command"] == " ".join(["python -m", f"bench.{module}", *options])
