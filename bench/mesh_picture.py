@@ -70,7 +70,8 @@ def draw(folder: Path, path: Path) -> None:
         lines(axes[1, 0], lambda row, name=name: row["all_reduce_ms"].get(name), style, f", {name}")
     axes[1, 0].set(ylabel="ms", title="its all-reduces alone", yscale="log" if sums(meshes) else "linear")
     lines(axes[1, 1], lambda row: row["efficiency"] * 100, "o-", "")
-    axes[1, 1].set(ylabel="%", title=f"speed-up over {named(next(iter(meshes)))}, a device", ylim=(0, 110))
+    axes[1, 1].set(ylabel="%", title=f"efficiency: speed-up over {named(next(iter(meshes)))}, per device")
+    axes[1, 1].set_ylim(bottom=0)
     for axis in axes.flat:
         axis.set_xticks(range(len(buckets)), buckets, rotation=20, ha="right", fontsize=8)
         axis.set_xlim(-0.3, len(buckets) - 0.7)

@@ -166,3 +166,10 @@ def test_convert_runs(tmp_path: Path) -> None:
     assert [row["unit"] for row in rows] == ["GB"] + ["s", "GB/s"] * 10
     cases = [str(row["case"]) for row in rows]
     assert "tiny load ours cold" in cases and "tiny load safetensors warm rate" in cases
+
+
+def test_convert_tries_another_pace(tmp_path: Path) -> None:
+    options = ["--config", "tiny", "--repeats", "1", "--safetensors-only", "--states", "warm"]
+    rows = run("convert", tmp_path, *options, "--parameters", "2", "--readers", "3", "--memory-mb", "64")
+    assert [row["unit"] for row in rows] == ["s", "GB/s"] * 2
+    assert rows[2]["case"] == "tiny 2 on their way in 64 MB, 3 readers, load safetensors warm"
