@@ -1,7 +1,8 @@
 """What every benchmark shares: its command line, and the rows it writes. Imports no jax.
 
 A row is {bench, case, value, unit, floor, device, jax, commit, command, date}; floor is the least (or, for a
-rate, the most) that the hardware allows in the row's unit, None where there is no such bound.
+rate, the most) that the hardware allows in the row's unit, None where there is no such bound. Rows of benchmarks with
+a --tensor-parallel-size hold tensor_parallel_size, too; without it, a row is one device's.
 """
 
 import argparse
@@ -11,10 +12,11 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -22,12 +24,14 @@ RESULTS = ROOT / "bench" / "results"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. case tells the configuration within the benchmark, like "qwen3-0.6b decode batch 64"."""
+    """One figure. case tells the configuration within the benchmark, like "qwen3-0.6b decode batch 64"; more: other
+    fields of the row, by name."""
 
     case: str
     value: float
     unit: str
     floor: float | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -48,11 +52,13 @@ def record(bench: str, rows: Sequence[Row], *, device: str, args: argparse.Names
         "command": command(bench),
         "date": time.strftime("%Y-%m-%d"),
     }
+    if (parallel := getattr(args, "tensor_parallel_size", None)) is not None:
+        common["tensor_parallel_size"] = parallel
     with (args.out / f"{bench}.jsonl").open("a", encoding="utf-8") as file:
         for row in rows:
-            floor = None if row.floor is None else _rounded(row.floor)
-            head = {"bench": bench, "case": row.case, "value": _rounded(row.value), "unit": row.unit}
-            line = json.dumps(head | {"floor": floor} | common)
+            floor = None if row.floor is None else rounded(row.floor)
+            head = {"bench": bench, "case": row.case, "value": rounded(row.value), "unit": row.unit}
+            line = json.dumps(head | {"floor": floor} | common | dict(row.more))
             file.write(line + "\n")
             print(line, flush=True)
 
@@ -105,6 +111,6 @@ def accelerator_name(count: int = 1) -> str:
     return kind if count == 1 else f"{count} x {kind}"
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """Five significant digits: more are noise, and whole numbers stay whole."""
     return float(f"{value:.5g}") if abs(value) < 1e5 else round(value)

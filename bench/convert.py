@@ -31,6 +31,7 @@ from bench.common import Row, accelerator_name, parser, record
 from bench.models import model_config
 from jaxvllm.config import DTYPE_BYTES, ModelConfig
 from jaxvllm.convert.files import PIECE_BYTES
+from jaxvllm.convert.pace import PACE, Pace
 
 THREADS = 16
 
@@ -108,7 +109,7 @@ def plain_read(folder: Path) -> None:
         list(pool.map(read, [pieces[i::THREADS] for i in range(THREADS)], buffers()))
 
 
-def load(folder: Path, tp: int) -> None:
+def load(folder: Path, tp: int, pace: Pace) -> None:
     import jax
 
     from jaxvllm.convert import load_shards
@@ -119,7 +120,7 @@ def load(folder: Path, tp: int) -> None:
     config = ModelConfig.from_dir(folder)
     mesh = make_mesh(tp)
     params = load_shards(folder, param_table(config, tp=tp), dtype=config.dtype, place=make_place(mesh),
-                         keeps=mesh.devices.flat[0].platform == "cpu")  # fmt: skip
+                         keeps=mesh.devices.flat[0].platform == "cpu", pace=pace)  # fmt: skip
     jax.block_until_ready(params)
 
 
@@ -155,7 +156,8 @@ def peak_bytes(source: Path, target: Path) -> int:
 def measure(source: Path, work: Path, label: str, args: argparse.Namespace) -> Iterator[Row]:
     from jaxvllm.convert import convert_checkpoint, verify_checkpoint
 
-    ours, tp, repeats = work / "ours", args.tensor_parallel_size, args.repeats
+    ours, repeats = work / "ours", args.repeats
+    loads = partial(load, tp=args.tensor_parallel_size, pace=args.pace)
     size = sum(f.stat().st_size for f in weight_files(source)) / 1e9
 
     def rows_of(what: str, seconds: float, floor: float | None) -> Iterator[Row]:
@@ -167,16 +169,19 @@ def measure(source: Path, work: Path, label: str, args: argparse.Namespace) -> I
         convert_checkpoint(source, ours)
 
     buffers()
-    yield Row(f"{label} convert, peak memory", peak_bytes(source, ours) / 1e9, "GB")
-    load(source, tp)
+    if not args.safetensors_only:
+        yield Row(f"{label} convert, peak memory", peak_bytes(source, ours) / 1e9, "GB")
+    loads(source)
     for state in args.states.split(","):
         ready = partial(partial, drop_from_cache if state == "cold" else plain_read)
 
         floor = timed(lambda: plain_read(source), ready(source), repeats)
         yield from rows_of(f"plain read {state}", floor, None)
-        yield from rows_of(f"load safetensors {state}", timed(lambda: load(source, tp), ready(source), repeats), floor)
+        yield from rows_of(f"load safetensors {state}", timed(lambda: loads(source), ready(source), repeats), floor)
+        if args.safetensors_only:
+            continue
         own_floor = timed(lambda: plain_read(ours), ready(ours), repeats)
-        yield from rows_of(f"load ours {state}", timed(lambda: load(ours, tp), ready(ours), repeats), own_floor)
+        yield from rows_of(f"load ours {state}", timed(lambda: loads(ours), ready(ours), repeats), own_floor)
         yield from rows_of(f"verify {state}", timed(partial(verify_checkpoint, ours), ready(ours), repeats), own_floor)
         yield from rows_of(f"convert {state}", timed(convert, ready(source), repeats), None)
 
@@ -188,16 +193,25 @@ def main() -> None:
     what.add_argument("--config", help="qwen3-0.6b, qwen3-8b or tiny: a random model of that shape")
     what.add_argument("--model", type=Path, help="a Hugging Face folder that is there")
     made.add_argument("--work", type=Path, help="folder to write in, 2 x the model (default: a temporary one)")
-    made.add_argument("--tensor-parallel-size", type=int, default=1)
+    made.add_argument("--tensor-parallel-size", "--tp", type=int, default=1)
     made.add_argument("--states", default="cold,warm", help="of the page cache (default: cold,warm)")
     made.add_argument("--repeats", type=int, default=3)
+    made.add_argument("--safetensors-only", action="store_true", help="no conversion, only plain reads and loads")
+    made.add_argument("--parameters", type=int, default=PACE.parameters, help="on their way at the same time")
+    made.add_argument("--readers", type=int, default=PACE.readers, help="threads that read")
+    made.add_argument(
+        "--memory-mb", type=int, default=PACE.memory_bytes >> 20, help="host memory of those on their way"
+    )
     args = made.parse_args()
+    args.pace = Pace(args.parameters, args.readers, args.memory_mb << 20)
     with tempfile.TemporaryDirectory(prefix="bench-convert-", dir=args.work) as folder:
         source = args.model or Path(folder) / "hf"
         if args.model is None:
             write_random(source, model_config(args.config) if args.config else sized_config(args.size_gb))
         label = args.config or (args.model.name if args.model else f"{args.size_gb:g} GB")
         label += f" tp{args.tensor_parallel_size}" if args.tensor_parallel_size > 1 else ""
+        if args.pace != PACE:
+            label += f" {args.parameters} on their way in {args.memory_mb} MB, {args.readers} readers,"
         for row in measure(source, Path(folder), label, args):
             record("convert", [row], device=accelerator_name(args.tensor_parallel_size), args=args)
 

@@ -19,7 +19,7 @@ def engine_parser(doc: str | None, config: str | None = None) -> argparse.Argume
     made.add_argument(
         "--config", required=config is None, default=config, help="qwen3-0.6b, qwen3-8b, or tiny (to see that it runs)"
     )
-    made.add_argument("--tensor-parallel-size", type=int, default=1)
+    made.add_argument("--tensor-parallel-size", "--tp", type=int, default=1)
     made.add_argument("--max-model-len", type=int, default=4096)
     made.add_argument("--max-num-seqs", type=int, default=256)
     made.add_argument("--max-num-batched-tokens", type=int, default=8192)
@@ -34,12 +34,12 @@ def engine_parser(doc: str | None, config: str | None = None) -> argparse.Argume
         "--no-processors", dest="enable_processors", action="store_false",
         help="compile the plain variant of each step only",
     )  # fmt: skip
-    made.add_argument("--decode-buckets", type=_sizes, help="like 1,8,64,256 (default: the engine's table)")
-    made.add_argument("--token-buckets", type=_sizes, help="like 1024,8192")
+    made.add_argument("--decode-buckets", type=sizes, help="like 1,8,64,256 (default: the engine's table)")
+    made.add_argument("--token-buckets", type=sizes, help="like 1024,8192")
     return made
 
 
-def _sizes(text: str) -> list[int]:
+def sizes(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 

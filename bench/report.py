@@ -1,5 +1,8 @@
 """Turns the rows of bench/results into the README's tables, and into pictures where matplotlib is installed.
 
+Runs on several devices have tables of their own: their rows name another device ("2 x NVIDIA H200"). bench.mesh's one
+table holds all meshes, its cases and columns tell them apart.
+
 python -m bench.report              rewrites the part of README.md between the two markers
 python -m bench.report --check      changes nothing; exit status 1 if that part isn't what the rows give
 python -m bench.report --pictures   also writes bench/results/*.png
@@ -10,7 +13,7 @@ Of several rows for the same case and device the last one counts.
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ PEERS = ROOT / "bench" / "peers.json"
 TITLES = {
     "throughput": "Whole runs",
     "steps": "Single steps",
+    "mesh": "The same steps on several numbers of devices",
     "processors": "Processors, log-probabilities, new weights",
     "ceilings": "Ceilings of the machine",
     "host": "Host work of a decode step",
@@ -35,6 +39,11 @@ WIDE = {
     ),
 }  # fmt: skip
 """Benches with many figures a case: tables with a column for each of these, the ends of "case, figure"; no others."""
+FIELDS = {
+    "mesh": {"tokens_per_s": "tokens/s", "all_reduce_ms": "all-reduces alone, {}, ms", "speed_up": "speed-up",
+             "efficiency": "efficiency"},
+}  # fmt: skip
+"""Benches with more figures in a row: a column for each of these fields; for each key of one that holds several."""
 Rows = list[dict[str, Any]]
 
 
@@ -60,7 +69,7 @@ def tables(rows: Rows, peers: dict[str, Any]) -> str:
             if bench in WIDE:
                 parts += [table for columns in WIDE[bench] if (table := _wide_table(of_device, columns))]
             else:
-                parts.append(_table(of_device, peers if peers["device"] in device else None))
+                parts.append(_table(of_device, peers if peers["device"] in device else None, FIELDS.get(bench, {})))
             parts.append(_origins(of_device))
     if not parts:
         return "No figures are recorded yet.\n"
@@ -69,19 +78,40 @@ def tables(rows: Rows, peers: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _table(rows: Rows, peers: dict[str, Any] | None) -> str:
-    compared = peers is not None and any(row["case"] in peers["figures"] for row in rows)
-    others = peers["columns"] if compared and peers else []
+def _table(rows: Rows, peers: dict[str, Any] | None, fields: Mapping[str, str] | None = None) -> str:
+    """One line for each row: its value, peers' figures (of those who have one here), its floor, fields of its own."""
+    figures = [peers["figures"].get(row["case"], []) for row in rows] if peers else []
+    others = (
+        [(n, name) for n, name in enumerate(peers["columns"]) if any(f[n : n + 1] not in ([], [None]) for f in figures)]
+        if peers
+        else []
+    )
     limits = ["hardware's limit"] if any(row.get("floor") is not None for row in rows) else []
-    columns = ["", "jaxvllm" if others else "measured", *others, *limits, "unit"]
-    lines = [_line(columns), _line(["---"] + ["---:"] * (len(columns) - 2) + ["---"])]
-    for row in rows:
-        figures = [row["value"]]
-        if peers and others:
-            figures += peers["figures"].get(row["case"], [None] * len(others))
-        figures += [row["floor"]] if limits else []
-        lines.append(_line([row["case"], *map(_number, figures), row["unit"]]))
+    more = _fields(rows, fields or {})
+    columns = ["", "jaxvllm" if others else "measured", *(name for _, name in others), *limits, "unit", *more]
+    right = len(columns) - 2 - len(more)
+    lines = [_line(columns), _line(["---"] + ["---:"] * right + ["---"] + ["---:"] * len(more))]
+    for i, row in enumerate(rows):
+        numbers = [row["value"], *(figures[i][n] if figures[i] else None for n, _ in others)]
+        numbers += [row["floor"]] if limits else []
+        lines.append(
+            _line([row["case"], *map(_number, numbers), row["unit"], *(_number(of(row)) for of in more.values())])
+        )
     return "\n".join(lines) + "\n"
+
+
+def _fields(rows: Rows, fields: Mapping[str, str]) -> dict[str, Callable[[dict[str, Any]], float | None]]:
+    """Column -> what a row has there, for the fields that any row has."""
+    columns: dict[str, Callable[[dict[str, Any]], float | None]] = {}
+    for name, title in fields.items():
+        for row in rows:
+            if isinstance(row.get(name), dict):
+                columns |= {
+                    title.format(key): lambda row, n=name, key=key: row.get(n, {}).get(key) for key in row[name]
+                }
+            elif name in row:
+                columns[title] = lambda row, n=name: row.get(n)
+    return columns
 
 
 def _wide_table(rows: Rows, columns: Iterable[str]) -> str:

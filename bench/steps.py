@@ -7,6 +7,7 @@ running loop takes it (host work included where the device doesn't hide it). Pre
 ids, max_tokens=1, from the call to its outputs; the median of 6.
 """
 
+import argparse
 import itertools
 import statistics
 import time
@@ -54,6 +55,26 @@ def _max_id(engine: TimedEngine) -> int:
     return min(10000, engine.model_config.vocab_size - 1)
 
 
+def decode_row(engine: TimedEngine, args: argparse.Namespace, batch: int, prompt_len: int, new_tokens: int) -> Row:
+    """A full decode batch's median step, beside its floor where the device has one."""
+    seconds = decode_step_s(engine, batch, prompt_len, new_tokens)
+    contexts = [prompt_len + new_tokens // 2] * batch
+    floor = _floor_ms(decode_floor_s(engine.model_config, contexts), args.tensor_parallel_size)
+    return Row(f"{label(args)} decode batch {batch}", seconds * 1e3, "ms", floor)
+
+
+def prefill_row(engine: TimedEngine, args: argparse.Namespace, num_prompts: int, prompt_len: int) -> Row:
+    """A prefill's median of args.repeats, beside its floor where the device has one."""
+    seconds = prefill_s(engine, num_prompts, prompt_len, args.repeats)
+    floor = _floor_ms(prefill_floor_s(engine.model_config, [prompt_len] * num_prompts), args.tensor_parallel_size)
+    return Row(f"{label(args)} prefill {num_prompts}x{prompt_len}", seconds * 1e3, "ms", floor)
+
+
+def _floor_ms(floor_s: float, devices: int) -> float | None:
+    """On so many devices, that share the work evenly and exchange sums for nothing; floors are an H200's."""
+    return floor_s * 1e3 / devices if "H200" in accelerator_name() else None
+
+
 def main() -> None:
     made = engine_parser(__doc__)
     made.add_argument("--batches", default="1,8,64,256", help="decode batch sizes")
@@ -62,23 +83,11 @@ def main() -> None:
     made.add_argument("--prefill-prompts", type=int, default=16)
     made.add_argument("--repeats", type=int, default=6, help="prefill timings")
     args = made.parse_args()
-    parallel = args.tensor_parallel_size
-    engine = make_engine(args)
-    with engine:
-        device = accelerator_name(parallel)
-        share = parallel if "H200" in device else None  # floors are an H200's
-        config = engine.model_config
-        rows = []
-        for batch in map(int, args.batches.split(",")):
-            seconds = decode_step_s(engine, batch, args.prompt_len, args.new_tokens)
-            context = args.prompt_len + args.new_tokens // 2
-            floor = share and decode_floor_s(config, [context] * batch) * 1e3 / share
-            rows.append(Row(f"{label(args)} decode batch {batch}", seconds * 1e3, "ms", floor))
-        seconds = prefill_s(engine, args.prefill_prompts, args.prompt_len, args.repeats)
-        floor = share and prefill_floor_s(config, [args.prompt_len] * args.prefill_prompts) * 1e3 / share
-        case = f"{label(args)} prefill {args.prefill_prompts}x{args.prompt_len}"
-        rows.append(Row(case, seconds * 1e3, "ms", floor))
-        record("steps", rows, device=device, args=args)
+    with make_engine(args) as engine:
+        batches = map(int, args.batches.split(","))
+        rows = [decode_row(engine, args, batch, args.prompt_len, args.new_tokens) for batch in batches]
+        rows.append(prefill_row(engine, args, args.prefill_prompts, args.prompt_len))
+        record("steps", rows, device=accelerator_name(args.tensor_parallel_size), args=args)
 
 
 if __name__ == "__main__":

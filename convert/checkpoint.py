@@ -22,6 +22,7 @@ from jaxvllm.config import ModelConfig
 from jaxvllm.convert.files import ParallelReader, checksum, file_checksum, fill, fill_slice
 from jaxvllm.convert.manifest import FORMAT, MANIFEST, Manifest, StoredParam, read_manifest
 from jaxvllm.convert.memory import FRESH, Lease
+from jaxvllm.convert.pace import PACE
 from jaxvllm.convert.tables import allocate, canonical_table, cut_from_whole, host_dtype
 from jaxvllm.models.params import Index, ParamInfo, Table
 
@@ -33,12 +34,12 @@ class OurReader:
 
     format = FORMAT
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, readers: int = PACE.readers) -> None:
         self.path = path.absolute()
         self.manifest = read_manifest(path)
         self.stored: dict[str, StoredParam] = self.manifest.params
         self.canonical = canonical_table(ModelConfig.from_dir(path))
-        self._reader = ParallelReader()
+        self._reader = ParallelReader(readers)
 
     def __enter__(self) -> Self:
         return self

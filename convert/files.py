@@ -72,8 +72,8 @@ class Stored:
 class ParallelReader:
     """A pool of threads that reads; a context manager. Any thread may use it."""
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(min(16, max(4, os.cpu_count() or 4)), "read")
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, "read")
 
     def __enter__(self) -> Self:
         return self

@@ -18,6 +18,7 @@ import numpy as np
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.files import MIN_RUN_BYTES, ParallelReader, fill, shortest_run_bytes
 from jaxvllm.convert.memory import FRESH, Lease
+from jaxvllm.convert.pace import PACE
 from jaxvllm.convert.safetensors_io import TensorEntry, read_header, read_unique
 from jaxvllm.convert.tables import FLOAT_DTYPES, allocate, cut_from_whole
 from jaxvllm.models.params import Index, ParamInfo, Table
@@ -40,9 +41,9 @@ class HFReader:
 
     format = "hf"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, readers: int = PACE.readers) -> None:
         self.path = path
-        self._reader = ParallelReader()
+        self._reader = ParallelReader(readers)
         self.tensors: dict[str, TensorEntry] = {}
         self.files: tuple[str, ...] = ()
         self._problems: list[str] = []

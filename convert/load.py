@@ -18,12 +18,10 @@ from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.hf import HFReader, check_folder
 from jaxvllm.convert.manifest import MANIFEST
 from jaxvllm.convert.memory import FRESH, Lease, Memory
+from jaxvllm.convert.pace import PACE, Pace
 from jaxvllm.convert.progress import ByteBar
 from jaxvllm.convert.tables import host_dtype
 from jaxvllm.models.params import Index, ParamInfo, Table
-
-MEMORY_BYTES = 768 << 20  # parameters on their way at the same time: together at most this, or one alone
-WORKERS = 4  # parameters on their way; each is read by many threads
 
 type ReadPart = Callable[[Index], np.ndarray]
 
@@ -61,10 +59,10 @@ def detect(path: str | os.PathLike[str]) -> str:
     return "hf"
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Reader:
-    """The reader for this folder's format; a context manager."""
+def open_checkpoint(path: str | os.PathLike[str], readers: int = PACE.readers) -> Reader:
+    """The reader for this folder's format, with so many threads; a context manager."""
     folder = Path(path)
-    return OurReader(folder) if detect(folder) == "jaxvllm" else HFReader(folder)
+    return OurReader(folder, readers) if detect(folder) == "jaxvllm" else HFReader(folder, readers)
 
 
 def verify_table(path: str | os.PathLike[str], table: Table) -> None:
@@ -79,13 +77,14 @@ def load_params[Placed](
     *,
     dtype: DTypeLike,
     put: Callable[[ParamInfo, np.ndarray], Placed],
+    pace: Pace = PACE,
 ) -> dict[str, Placed]:
     """{path: put(info, array)} for every parameter of ``table``; like ``load_shards`` with whole parameters."""
 
     def place(info: ParamInfo, read: ReadPart) -> Placed:
         return put(info, read(tuple(slice(0, n) for n in info.shape)))
 
-    return load_shards(path, table, dtype=dtype, place=place)
+    return load_shards(path, table, dtype=dtype, place=place, pace=pace)
 
 
 def load_shards[Placed](
@@ -95,23 +94,24 @@ def load_shards[Placed](
     dtype: DTypeLike,
     place: Callable[[ParamInfo, ReadPart], Placed],
     keeps: bool = True,
+    pace: Pace = PACE,
 ) -> dict[str, Placed]:
     """{path: place(info, read)} for every parameter of ``table`` (the family's, at any tp), in its order.
 
     dtype: what each parameter is cast to (round to nearest even), a name or a numpy or jax type. place: asks
     ``read(index)`` for the parts it wants and returns when they are transferred; it is called from several threads.
     keeps: whether a part may still be used (aliased by a CPU array) when ``place`` has returned; where it isn't, its
-    memory is used again. Both formats give identical parts. Host memory: the parameters on their way, at most one or
-    768 MB together, plus one part.
+    memory is used again. pace: how many at a time. Both formats give identical parts. Host memory: the parameters on
+    their way, at most one or pace.memory_bytes (768 MB) together, plus one part.
 
     Raises CheckpointError, before the first ``place``, with everything missing, unused, mis-shaped or damaged.
     """
     wanted = host_dtype(dtype)
     costs = {path: info.size * wanted.itemsize for path, info in table.items()}
-    room, memory = _Room(MEMORY_BYTES), None if keeps else Memory(MEMORY_BYTES)
-    with open_checkpoint(path) as reader:
+    room, memory = _Room(pace.memory_bytes), None if keeps else Memory(pace.memory_bytes, pace.allocate)
+    with open_checkpoint(path, pace.readers) as reader:
         check(reader, table)
-        with ByteBar("Loading", sum(costs.values())) as bar, ThreadPoolExecutor(WORKERS, "load") as pool:
+        with ByteBar("Loading", sum(costs.values())) as bar, ThreadPoolExecutor(pace.parameters, "load") as pool:
 
             def one(info: ParamInfo) -> Placed:
                 with room.taken(costs[info.path]), Lease(memory) as lease:

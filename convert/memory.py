@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -26,10 +27,11 @@ def aligned(num_bytes: int) -> np.ndarray:
 
 
 class Memory:
-    """Buffers that are lent one after another. keep_bytes: lent and kept together at most; 0 keeps nothing."""
+    """Buffers that are lent one after another. keep_bytes: lent and kept together at most; 0 keeps nothing. allocate:
+    gives uninitialised bytes, aligned."""
 
-    def __init__(self, keep_bytes: int = 0) -> None:
-        self._keep_bytes = keep_bytes
+    def __init__(self, keep_bytes: int = 0, allocate: Callable[[int], np.ndarray] = aligned) -> None:
+        self._keep_bytes, self._allocate = keep_bytes, allocate
         self._free: list[np.ndarray] = []  # smallest first
         self._lent_bytes = 0
         self._lock = threading.Lock()
@@ -46,7 +48,7 @@ class Memory:
             if index is None:
                 while self._free and self._lent_bytes + self.kept_bytes + size > self._keep_bytes:
                     self._free.pop(0)
-                buffer = aligned(size)
+                buffer = self._allocate(size)
             else:
                 buffer = self._free.pop(index)
             self._lent_bytes += buffer.nbytes

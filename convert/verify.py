@@ -11,9 +11,10 @@ from jaxvllm.config import ConfigError, ModelConfig
 from jaxvllm.convert.checkpoint import SMALL_BYTES, OurReader, file_problems
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.files import checksum, file_checksum
-from jaxvllm.convert.load import MEMORY_BYTES, check, detect, open_checkpoint
+from jaxvllm.convert.load import check, detect, open_checkpoint
 from jaxvllm.convert.manifest import Manifest, read_manifest
 from jaxvllm.convert.memory import Lease, Memory
+from jaxvllm.convert.pace import PACE
 from jaxvllm.convert.progress import ByteBar
 from jaxvllm.convert.tables import canonical_table
 
@@ -28,7 +29,7 @@ def verify_checkpoint(path: str | os.PathLike[str], checksums: Mapping[str, str]
     if detect(folder) == "hf" and checksums is None:
         raise CheckpointError(folder, ["has no checksums to compare with: only a folder that was converted has"])
     problems = _file_problems(folder, read_manifest(folder)) if detect(folder) == "jaxvllm" else []
-    compared, memory = 0, Memory(MEMORY_BYTES)
+    compared, memory = 0, Memory(PACE.memory_bytes)
     try:
         opened = open_checkpoint(folder)
     except ConfigError:

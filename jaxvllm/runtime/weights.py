@@ -19,19 +19,28 @@ from jaxvllm.models.params import Index, ParamInfo, Table, flatten
 from jaxvllm.runtime.fuse import logical_shapes, make_fuse, make_fuse_into, problems_with, unchanged
 from jaxvllm.runtime.mesh import sharding
 
+type Put = Callable[[np.ndarray, Any], jax.Array]  # a part, its device
 
-def make_place(mesh: Mesh) -> Callable[[ParamInfo, Callable[[Index], np.ndarray]], jax.Array]:
+
+def make_place(
+    mesh: Mesh, put: Put = jax.device_put
+) -> Callable[[ParamInfo, Callable[[Index], np.ndarray]], jax.Array]:
     """A function (info, read) -> sharded device array; ``read(index)`` gives the part that one device needs.
 
-    Returns when the parts are on their devices, so that their host memory can be reused.
+    put: starts a part's way to its device. ``place`` returns when the parts are there, so that their host memory can be
+    used again; other parameters come meanwhile, since it is called from several threads (``convert.pace``).
     """
 
     def place(info: ParamInfo, read: Callable[[Index], np.ndarray]) -> jax.Array:
-        def part(index: Index | None) -> np.ndarray:
+        target = sharding(mesh, info.axes)
+        read_parts: dict[str, np.ndarray] = {}  # what several devices need is read once
+        parts = []
+        for device, index in target.addressable_devices_indices_map(info.shape).items():
             assert index is not None
-            return read(index)
-
-        return jax.block_until_ready(jax.make_array_from_callback(info.shape, sharding(mesh, info.axes), part))
+            if str(index) not in read_parts:
+                read_parts[str(index)] = read(index)
+            parts.append(put(read_parts[str(index)], device))
+        return jax.block_until_ready(jax.make_array_from_single_device_arrays(info.shape, target, parts))
 
     return place
 

@@ -25,6 +25,7 @@ from jaxvllm.convert import (
     verify_table,
 )
 from jaxvllm.convert.load import ReadPart
+from jaxvllm.convert.pace import Pace
 from jaxvllm.models.params import ParamInfo
 from jaxvllm.models.registry import param_table
 from tests.convert import helpers
@@ -229,8 +230,7 @@ def test_large_models_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.M
     assert [p for p in oracle if not same_bits(loaded[p], oracle[p])] == []
 
 
-def test_loading_holds_one_parameter_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxvllm.convert.load.MEMORY_BYTES", 0)
+def test_loading_holds_one_parameter_at_a_time(tmp_path: Path) -> None:
     fields = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "vocab_size": 1024}
     source = golden_copy("tied_head_dim_differs", tmp_path / "src",
                          config=fields | {"layer_types": None, "head_dim": 64})  # fmt: skip
@@ -240,7 +240,7 @@ def test_loading_holds_one_parameter_at_a_time(tmp_path: Path, monkeypatch: pyte
     largest = max(info.size for info in table.values()) * 4
     assert sum(info.size for info in table.values()) * 4 > 12 * largest
     tracemalloc.start()
-    load_params(source, table, dtype="float32", put=lambda info, array: None)
+    load_params(source, table, dtype="float32", put=lambda info, array: None, pace=Pace(memory_bytes=0))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2.5 * largest  # the parameter, and two of its tensors

@@ -15,6 +15,8 @@ from tests.repo.sources import ROOT
 from tests.xla_flags import QUICK
 
 ROW_KEYS = {"bench", "case", "value", "unit", "floor", "device", "jax", "commit", "command", "date"}
+MESH_KEYS = {"tokens_per_s", "all_reduce_ms", "speed_up", "efficiency"}
+ON_ONE_DEVICE = {"host", "ceilings", "kernels"}
 
 
 def run(module: str, out: Path, *options: str, alone: bool = False) -> list[dict[str, object]]:
@@ -30,8 +32,9 @@ def run(module: str, out: Path, *options: str, alone: bool = False) -> list[dict
             patched.setattr(sys, "argv", [str(ROOT / "bench" / f"{module}.py"), *arguments])
             importlib.import_module(f"bench.{module}").main()
     rows = [json.loads(line) for line in (out / f"{module}.jsonl").read_text().splitlines()]
+    keys = ROW_KEYS | (set() if module in ON_ONE_DEVICE else {"tensor_parallel_size"})
     for row in rows:
-        assert set(row) == ROW_KEYS
+        assert set(row) == keys | (MESH_KEYS if module == "mesh" else set())
         assert row["value"] > 0 or (row["value"] == 0 and module == "latency")  # counts of what shouldn't happen
         assert row["commit"] == "abc"
         assert row["command"] == " ".join(["python -m", f"bench.{module}", *options])
@@ -163,3 +166,10 @@ def test_convert_runs(tmp_path: Path) -> None:
     assert [row["unit"] for row in rows] == ["GB"] + ["s", "GB/s"] * 10
     cases = [str(row["case"]) for row in rows]
     assert "tiny load ours cold" in cases and "tiny load safetensors warm rate" in cases
+
+
+def test_convert_tries_another_pace(tmp_path: Path) -> None:
+    options = ["--config", "tiny", "--repeats", "1", "--safetensors-only", "--states", "warm"]
+    rows = run("convert", tmp_path, *options, "--parameters", "2", "--readers", "3", "--memory-mb", "64")
+    assert [row["unit"] for row in rows] == ["s", "GB/s"] * 2
+    assert rows[2]["case"] == "tiny 2 on their way in 64 MB, 3 readers, load safetensors warm"
