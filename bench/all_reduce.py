@@ -11,37 +11,58 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from bench.ceilings import median_s
+from jaxvllm.kernels import all_reduce_add_rms_norm
+from jaxvllm.runtime.exchange import Exchange, allocate_exchange, devices_reach_each_other
 from jaxvllm.runtime.mesh import TP, spmd
 
-type AllReduce = Callable[[jax.Array], jax.Array]
-"""[tokens, hidden] of this device -> the sum over the mesh's axis TP. Called inside shard_map, on local shapes."""
+type AllReduce = Callable[[jax.Array, int, Exchange | None], jax.Array]
+"""([tokens, hidden] of this device, the link's number, what the exchange needs) -> the sum over the mesh's axis TP.
+
+Called inside shard_map, on local shapes."""
 
 
-def _psum(mesh: Mesh) -> AllReduce:
-    return lambda x: lax.psum(x, TP)
+def _psum(x: jax.Array, link: int, exchange: Exchange | None) -> jax.Array:
+    return lax.psum(x, TP)
 
 
-ALL_REDUCES: dict[str, Callable[[Mesh], AllReduce]] = {"psum": _psum}
-"""By the name that --all-reduce gives. Another implementation is a line here: a function of the mesh, so that it can
-make what it needs once, outside of the compiled chain."""
+def _exchange(x: jax.Array, link: int, exchange: Exchange | None) -> jax.Array:
+    """The norms' kernel, with a residual of zeros; its time has the norm in it."""
+    assert exchange is not None
+    zeros, weights = jnp.zeros_like(x), jnp.ones((1, x.shape[1]), x.dtype)
+    turn = 2 if link < 0 else link % 2
+    return all_reduce_add_rms_norm(zeros, x, weights, 0, exchange.peers, turn=turn, capacity=exchange.capacity,
+                                   eps=1e-6)[0]  # fmt: skip
 
 
-def chain(mesh: Mesh, all_reduce: AllReduce | None, links: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """(x [devices, tokens, hidden], scale []) -> its device's part after `links` sums, each scaled; None: only scaled.
+ALL_REDUCES: dict[str, AllReduce] = {"psum": _psum, "exchange": _exchange}
+"""By the name that --all-reduce gives."""
 
-    The barriers keep one launch a link in both, so that their difference is the all-reduces'.
+
+def chain(mesh: Mesh, all_reduce: AllReduce | None, links: int, exchange: Exchange | None = None
+          ) -> Callable[[jax.Array, jax.Array, Exchange | None], jax.Array]:  # fmt: skip
+    """(x [devices, tokens, hidden], scale [], exchange) -> its device's part after `links` sums, each scaled.
+
+    all_reduce None: only scaled. The barriers keep one launch a link in both, so that their difference is the
+    all-reduces'.
     """
 
-    def local(x: jax.Array, scale: jax.Array) -> jax.Array:
+    def local(x: jax.Array, scale: jax.Array, exchange: Exchange | None) -> jax.Array:
         x = x[0]
-        for _ in range(links):
+        for link in range(links):
             if all_reduce is not None:
-                x = all_reduce(x)
+                x = all_reduce(x, link if link < links - 1 else -1, exchange)
             x = lax.optimization_barrier(x * scale)
         return x[None]
 
     parts = PartitionSpec(TP)
-    return spmd(local, mesh, (parts, PartitionSpec()), parts)
+    return spmd(local, mesh, (parts, PartitionSpec(), jax.tree.map(lambda _: parts, exchange)), parts)
+
+
+def can_exchange(mesh: Mesh) -> bool:
+    """Whether the exchange's kernel runs on these devices."""
+    devices = list(mesh.devices.flat)
+    hopper = all(str(getattr(device, "compute_capability", "")) == "9.0" for device in devices)
+    return hopper and devices_reach_each_other([device.local_hardware_id for device in devices])
 
 
 def all_reduces_s(
@@ -49,7 +70,7 @@ def all_reduces_s(
 ) -> float:
     """Seconds of `links` dependent all-reduces of `shape`, [tokens, hidden], in one compiled function; 0 on one device.
 
-    Raises ValueError for a name that isn't known, RuntimeError for sums that are wrong.
+    Raises ValueError for a name that isn't known or can't run here, RuntimeError for sums that are wrong.
     """
     if name not in ALL_REDUCES:
         raise ValueError(f"all_reduce={name!r} is unknown; known: {', '.join(ALL_REDUCES)}")
@@ -58,11 +79,17 @@ def all_reduces_s(
     placed = jax.NamedSharding(mesh, PartitionSpec(TP))
     x = jax.device_put(jnp.ones((mesh.size, *shape), dtype), placed)
     scale = jax.device_put(jnp.asarray(1 / mesh.size, dtype), jax.NamedSharding(mesh, PartitionSpec()))
+    exchange = None
+    if name == "exchange":
+        if not can_exchange(mesh):
+            raise ValueError("all_reduce='exchange' needs Hopper GPUs that reach each other's memory")
+        exchange = allocate_exchange(mesh, shape[1] * x.dtype.itemsize, shape[0], 1)
     times = []
-    for all_reduce in (ALL_REDUCES[name](mesh), None):
-        compiled = jax.jit(chain(mesh, all_reduce, links)).lower(x, scale).compile()
-        times.append(median_s(lambda run=compiled: run(x, scale), repeats=repeats, calls=calls))
+    for all_reduce in (ALL_REDUCES[name], None):
+        compiled = jax.jit(chain(mesh, all_reduce, links, exchange)).lower(x, scale, exchange).compile()
+        times.append(median_s(lambda run=compiled: run(x, scale, exchange), repeats=repeats, calls=calls))
         # ones, summed and divided by a power of two, stay ones; alone they are scaled each time
-        if all_reduce is not None and mesh.size & (mesh.size - 1) == 0 and not bool((compiled(x, scale) == 1).all()):
+        right = all_reduce is None or mesh.size & (mesh.size - 1) or bool((compiled(x, scale, exchange) == 1).all())
+        if not right:
             raise RuntimeError(f"all_reduce={name!r} sums wrongly over {mesh.size} devices")
     return times[0] - times[1]

@@ -45,7 +45,7 @@ def step_rows(args: argparse.Namespace) -> Iterator[tuple[Row, int]]:
 
 def all_reduce_ms(args: argparse.Namespace, tokens: int) -> dict[str, float]:
     """Of a step of so many tokens (several steps, where the budget is lower), by the implementation's name."""
-    from bench.all_reduce import all_reduces_s
+    from bench.all_reduce import all_reduces_s, can_exchange
     from jaxvllm.runtime.mesh import make_mesh
 
     mesh, config = make_mesh(args.tensor_parallel_size), model_config(args.config)
@@ -53,7 +53,7 @@ def all_reduce_ms(args: argparse.Namespace, tokens: int) -> dict[str, float]:
     shape, links, calls = (at_once, config.hidden_size), 2 * config.num_hidden_layers, 10 if at_once <= 1024 else 2
     taken_s = {
         name: all_reduces_s(mesh, name, shape, config.dtype, links, repeats=args.repeats, calls=calls)
-        for name in args.all_reduce
+        for name in args.all_reduce or (["psum", "exchange"] if can_exchange(mesh) else ["psum"])
     }
     return {name: rounded(seconds * 1e3 * tokens / at_once) for name, seconds in taken_s.items()}
 
@@ -86,8 +86,8 @@ def options() -> argparse.ArgumentParser:
     made.add_argument("--prompt-len", type=int, default=1024, help="of the decode batches")
     made.add_argument("--new-tokens", type=int, default=160)
     made.add_argument("--repeats", type=int, default=6, help="timings of the prefill and of the all-reduces")
-    made.add_argument("--all-reduce", type=lambda text: text.split(","), default=["psum"],
-                      help="implementations, by the names of bench.all_reduce")  # fmt: skip
+    made.add_argument("--all-reduce", type=lambda text: text.split(","),
+                      help="names of bench.all_reduce (default: all that run here)")  # fmt: skip
     made.add_argument("--draw-only", action="store_true", help="measure nothing, draw the recorded rows")
     made.set_defaults(tensor_parallel_size=None)
     return made

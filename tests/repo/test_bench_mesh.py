@@ -108,7 +108,8 @@ def test_the_chain_has_a_sum_a_link_and_without_sums_as_many_scalings() -> None:
     mesh, links = make_mesh(4), 6
     x = jax.device_put(jnp.arange(4.0 * 6).reshape(4, 2, 3), NamedSharding(mesh, PartitionSpec(TP)))
     scale = jnp.float32(0.25)
-    with_sums, without = (jax.jit(chain(mesh, reduce, links)) for reduce in (ALL_REDUCES["psum"](mesh), None))
+    chains = [jax.jit(chain(mesh, reduce, links)) for reduce in (ALL_REDUCES["psum"], None)]
+    with_sums, without = (lambda x, scale, run=run: run(x, scale, None) for run in chains)
     jaxpr = [str(jax.make_jaxpr(function)(x, scale)) for function in (with_sums, without)]
     assert [text.count("psum") for text in jaxpr] == [links, 0]
     assert [text.count("optimization_barrier") for text in jaxpr] == [links, links]
@@ -118,9 +119,11 @@ def test_the_chain_has_a_sum_a_link_and_without_sums_as_many_scalings() -> None:
 
 def test_an_all_reduce_is_found_by_name_and_its_sums_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = make_mesh(2)
-    with pytest.raises(ValueError, match="all_reduce='nccl' is unknown; known: psum"):
+    with pytest.raises(ValueError, match="all_reduce='nccl' is unknown; known: psum, exchange"):
         all_reduces_s(mesh, "nccl", (2, 8), "float32", 4, repeats=1, calls=1)
-    monkeypatch.setitem(ALL_REDUCES, "own part", lambda mesh: lambda x: x)
+    with pytest.raises(ValueError, match="needs Hopper GPUs"):
+        all_reduces_s(mesh, "exchange", (2, 8), "float32", 4, repeats=1, calls=1)
+    monkeypatch.setitem(ALL_REDUCES, "own part", lambda x, link, exchange: x)
     with pytest.raises(RuntimeError, match="'own part' sums wrongly over 2 devices"):
         all_reduces_s(mesh, "own part", (2, 8), "float32", 4, repeats=1, calls=1)
     assert all_reduces_s(make_mesh(1), "psum", (2, 8), "float32", 4, repeats=1, calls=1) == 0
