@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,20 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxvllm import __version__, distributed
 from jaxvllm import config as configuration
 from jaxvllm.config import ConfigError, EngineConfig, ModelConfig
 from jaxvllm.core.buckets import BucketTable, default_decode_sizes, default_token_sizes
 from jaxvllm.core.policy import rule_problems
 from jaxvllm.core.rules import Rules
 from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.distributed import Alone
 from jaxvllm.kernels import resolve_backend
 from jaxvllm.models import params as tables
 from jaxvllm.models.registry import param_table
 from jaxvllm.runtime.executor import Executor
 from jaxvllm.runtime.memory import choose_num_blocks
-from jaxvllm.runtime.mesh import make_mesh
+from jaxvllm.runtime.mesh import check_mesh, make_mesh
 from jaxvllm.runtime.weights import make_place, random_params
 from jaxvllm.tokenizer import Tokenizer
 
@@ -40,7 +42,6 @@ class GivenModel:
     config: ModelConfig
     params: Mapping[str, Any]
     tokenizer: Tokenizer | None
-    mesh: Mesh
     donate: bool
 
 
@@ -86,12 +87,42 @@ def make_scheduler(engine: EngineConfig, rules: Rules) -> Scheduler:
     )  # fmt: skip
 
 
-def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable, source: Path | GivenModel | None
-                  ) -> Executor:  # fmt: skip
-    """Puts the model onto the mesh (None: random weights), sizes the pool, allocates it and compiles every bucket."""
+def num_shards(asked: int | None, mesh: Mesh | None) -> int:
+    """tensor_parallel_size: as asked, or the mesh's, which must agree. Starts no backend."""
+    if mesh is None:
+        return 1 if asked is None else asked
+    check_mesh(mesh)
+    if asked not in (None, mesh.size):
+        raise ConfigError(f"tensor_parallel_size={asked}, but the mesh has {mesh.size} devices: leave one out")
+    return mesh.size
+
+
+def choose_mesh(engine: EngineConfig, mesh: Mesh | None) -> Mesh:
+    """The engine's own mesh, of one axis: over the devices of ``mesh``, or the first ones."""
     prepare_backend(engine)
-    given = source if isinstance(source, GivenModel) else None
-    mesh = make_mesh(engine.tensor_parallel_size) if given is None else given.mesh
+    return make_mesh(engine.tensor_parallel_size, None if mesh is None else list(mesh.devices.flat))
+
+
+def join_group(mesh: Mesh, model: ModelConfig, engine: EngineConfig, end_tokens: Iterable[int]) -> Alone:
+    """This process's part in the engine, once all processes of the mesh are here with the same options."""
+    facts = engine.to_dict() | {
+        "model": asdict(model), "end_tokens": sorted(end_tokens), "jax": jax.__version__, "jaxvllm": __version__,
+    }  # fmt: skip
+    return distributed.join(mesh, facts)
+
+
+def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable, source: Path | GivenModel | None,
+                  mesh: Mesh, group: Alone) -> Executor:  # fmt: skip
+    """Puts the model onto the mesh (None: random weights), sizes the pool, allocates it and compiles every bucket."""
+    try:
+        return _make_executor(model, engine, buckets, source, mesh, group)
+    except BaseException as error:
+        group.fail(error)
+        raise
+
+
+def _make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable, source: Path | GivenModel | None,
+                   mesh: Mesh, group: Alone) -> Executor:  # fmt: skip
     table = param_table(model, tp=mesh.size)
     device = mesh.devices.flat[0]
     assert engine.dtype is not None and engine.max_model_len is not None
@@ -116,7 +147,8 @@ def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable
                 time.perf_counter() - started)  # fmt: skip
     num_blocks = engine.num_blocks
     if num_blocks is None:
-        num_blocks = choose_num_blocks(executor, buckets)
+        num_blocks = choose_num_blocks(executor, buckets, group.smallest)
+    num_blocks = group.smallest(num_blocks)  # all are here: none waits in a step for one whose weights didn't load
     executor.compile(num_blocks, buckets.all if engine.warmup else ())
     executor.start()
     if engine.warmup:

@@ -46,6 +46,8 @@ def test_what_processors_keep_on_each_device(shards: int) -> None:
 class Device:
     """A GPU of 100 GB, of which the weights are used and jax may have all."""
 
+    process_index = 0
+
     def memory_stats(self) -> dict[str, int]:
         return {"bytes_limit": 100 * GB, "bytes_in_use": WEIGHTS}
 
