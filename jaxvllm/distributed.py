@@ -21,7 +21,7 @@ import json
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -57,7 +57,7 @@ class Alone:
     def saw(self, plan: np.ndarray) -> None:
         """``plan`` is dispatched; the processes compare theirs."""
 
-    def wait(self, array: jax.Array) -> None:
+    def wait(self, array: Any) -> None:
         """Returns when a replicated array is there. RuntimeError where another process has failed meanwhile."""
 
     def smallest(self, value: int) -> int:
@@ -74,24 +74,16 @@ class Alone:
 class Group(Alone):
     """What leader and followers share: the store, and waiting in it.
 
-    Made by all processes of ``mesh`` in the same order. facts: what must be the same everywhere, as plain values.
-    ConfigError where it isn't, or where another process doesn't come.
+    client: of the store. me: this process. processes: all that share the engine, in order; the first one leads. place:
+    the engine's own prefix of keys. facts: what must be the same everywhere, as plain values. ConfigError where it
+    isn't, or where another process doesn't come.
     """
 
     is_alone = False
 
-    def __init__(self, mesh: Mesh, facts: Mapping[str, Any]) -> None:
-        # The public multihost_utils would send values through the devices, in step with what runs there.
-        from jax._src.distributed import global_state
-
-        client = global_state.client
-        assert client is not None, "several processes without jax.distributed"
-        self._client: Any = client
-        self._me, self._all = jax.process_index(), processes_of(mesh)
-        self._leader, self._others = self._all[0], self._all[1:]
-        devices = "-".join(str(device.id) for device in mesh.devices.flat)
-        number = self._client.key_value_increment(f"jaxvllm/{devices}/engines/{self._me}", 1)
-        self._root = f"jaxvllm/{devices}/{number}/"
+    def __init__(self, client: Any, me: int, processes: Sequence[int], place: str, facts: Mapping[str, Any]) -> None:
+        self._client, self._me, self._all, self._root = client, me, processes, place
+        self._leader, self._others = processes[0], processes[1:]
         self._digest = self._number = self._num_agreed = 0
         self._failed = self._ended = False
         self.who = f"process {self._me} follows process {self._leader}"
@@ -100,7 +92,7 @@ class Group(Alone):
     def saw(self, plan: np.ndarray) -> None:
         self._digest = zlib.crc32(plan, self._digest)
 
-    def wait(self, array: jax.Array) -> None:
+    def wait(self, array: Any) -> None:
         looked = time.monotonic()
         while not array.is_ready():
             time.sleep(PAUSE_SECONDS)
@@ -145,7 +137,7 @@ class Group(Alone):
             self._raise_if_failed()
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"process {self._me} waited {seconds:.0f} s for {key!r} of another process: all of processes "
+                    f"process {self._me} waited {seconds:g} s for {key!r} of another process: all of processes "
                     f"{self._all} must make the same Engine at the same place of their programs"
                 )
         return value
@@ -177,11 +169,11 @@ class Group(Alone):
 class Leader(Group):
     """The process that callers speak to: writes the log."""
 
-    def __init__(self, mesh: Mesh, facts: Mapping[str, Any]) -> None:
+    def __init__(self, *args: Any) -> None:
         self._operations: list[list[Any]] = []
         self._unread: deque[tuple[int, int]] = deque()  # (message, number of the step that it announced)
         self._num_deleted = 0  # directories of KEYS_AT_ONCE messages
-        super().__init__(mesh, facts)
+        super().__init__(*args)
 
     def note(self, name: str, *arguments: Any) -> None:
         self._operations.append([name, *arguments])
@@ -261,14 +253,12 @@ def log_key(number: int, *, folder: bool = False) -> str:
     return place if folder else f"{place}{number}"
 
 
-def processes_of(mesh: Mesh) -> list[int]:
-    """Those that own devices of ``mesh``, in order."""
-    return sorted({device.process_index for device in mesh.devices.flat})
-
-
 def join(mesh: Mesh, facts: Mapping[str, Any]) -> Alone | Leader | Follower:
-    """This process's part in an engine over ``mesh``; see ``Group``."""
-    me, processes = jax.process_index(), processes_of(mesh)
+    """This process's part in an engine over ``mesh``; see ``Group``.
+
+    Processes that share several engines over the same devices make them in the same order.
+    """
+    me, processes = jax.process_index(), sorted({device.process_index for device in mesh.devices.flat})
     if me not in processes:
         raise ConfigError(
             f"mesh has devices of processes {processes} only, but this is process {me}: make this Engine in those "
@@ -276,4 +266,12 @@ def join(mesh: Mesh, facts: Mapping[str, Any]) -> Alone | Leader | Follower:
         )
     if len(processes) == 1:
         return Alone()
-    return Leader(mesh, facts) if me == processes[0] else Follower(mesh, facts)
+    # The public multihost_utils would send values through the devices, in step with what runs there.
+    from jax._src.distributed import global_state
+
+    client: Any = global_state.client
+    assert client is not None, "several processes without jax.distributed"
+    devices = "-".join(str(device.id) for device in mesh.devices.flat)
+    number = client.key_value_increment(f"jaxvllm/{devices}/engines/{me}", 1)
+    role = Leader if me == processes[0] else Follower
+    return role(client, me, processes, f"jaxvllm/{devices}/{number}/", facts)
