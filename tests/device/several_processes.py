@@ -37,7 +37,9 @@ class Processes:
         for me in range(count):
             task = {"program": program, "me": me, "count": count, "devices": devices, "port": port, **options}
             command = [sys.executable, "-m", "tests.device.several_processes", json.dumps(task)]
-            env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+            env = {**os.environ, "PYTHONPATH": str(ROOT)}
+            if not options.get("on_gpu"):
+                env["JAX_PLATFORMS"] = "cpu"
             with self.logs[me].open("w") as log:
                 self.processes.append(
                     subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -158,27 +160,35 @@ def counts(engine: Any) -> dict[str, int]:
 def main(task: dict[str, Any]) -> None:
     from tests.xla_flags import QUICK
 
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={task['devices']} {QUICK}"
+    own: dict[str, Any] = {}  # of jax.distributed.initialize
+    if task.get("on_gpu"):
+        own["local_device_ids"] = [task["me"]]
+    else:
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={task['devices']} {QUICK}"
     import jax
 
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        f"127.0.0.1:{task['port']}", task["count"], task["me"], coordinator_bind_address=f"127.0.0.1:{task['port']}",
-        heartbeat_timeout_seconds=task.get("heartbeat", 100), shutdown_timeout_seconds=30,
-    )  # fmt: skip
+    jax.config.update("jax_cpu_collectives_implementation", "gloo" if task["count"] > 1 else "none")
+    if task["count"] > 1:
+        address = f"127.0.0.1:{task['port']}"
+        jax.distributed.initialize(
+            address, task["count"], task["me"], coordinator_bind_address=address,
+            heartbeat_timeout_seconds=task.get("heartbeat", 100), shutdown_timeout_seconds=30, **own,
+        )  # fmt: skip
     found = PROGRAMS[task["program"]](task)
     print(json.dumps(found), flush=True)
 
 
 def run(task: dict[str, Any]) -> Any:
     """The leader serves, the others follow."""
-    import jax
     import pytest
 
-    from jaxvllm import Engine
+    from jaxvllm import Engine, ModelConfig
 
     options = {**SMALL, **task.get("engine", {})}
-    with Engine(task.get("model", str(MODEL)), tensor_parallel_size=jax.device_count(), **options) as engine:
+    model = task.get("model", str(MODEL))
+    if isinstance(model, dict):
+        model = ModelConfig(**model)
+    with Engine(model, tensor_parallel_size=task["count"] * task["devices"], **options) as engine:
         if task["me"] == 0:
             return globals()[task["serve"]](engine)
         for call in (lambda: engine.generate([[1]]), lambda: engine.abort_request("x"), lambda: engine.score([1, 2])):
@@ -219,7 +229,65 @@ def broken(task: dict[str, Any]) -> Any:
     return engine.follow()
 
 
-PROGRAMS = {"run": run, "broken": broken}
+def others(task: dict[str, Any]) -> Any:
+    """Engines that can't be had, one of each process alone, one over given weights; and the one of docs/."""
+    import jax
+    import numpy as np
+    import pytest
+    from jax.sharding import Mesh
+
+    from jaxvllm import Engine, ModelConfig, SamplingParams
+    from jaxvllm.config import ConfigError
+    from jaxvllm.convert import load_params
+    from jaxvllm.models import qwen3
+
+    with pytest.raises(
+        ConfigError, match=r"of the 2 processes only \[0\] own a device of these; pass tensor_parallel_si"
+    ):
+        Engine(str(MODEL), **SMALL)
+    with pytest.raises(ConfigError, match=r"seed=\d here and \d in process \d: make them with equal options"):
+        Engine(str(MODEL), tensor_parallel_size=2, seed=task["me"], **SMALL)
+    if task["me"] == 1:
+        with pytest.raises(ConfigError, match=r"mesh has devices of processes \[0\] only, but this is process 1"):
+            Engine(str(MODEL), mesh=Mesh(np.array(jax.devices()[:1]), ("tp",)), **SMALL)
+    with Engine(str(MODEL), mesh=Mesh(np.array(jax.local_devices()), ("tp",)), **SMALL) as own:
+        found = [own.generate([[1, 2, 3]], SamplingParams(temperature=0), use_tqdm=False)[0].token_ids]
+
+    config = ModelConfig.from_dir(MODEL)
+    table = qwen3.param_table(config)
+    fused = load_params(MODEL, table, dtype="float32", put=lambda info, array: array)
+    unfused = {source.name: source.take(fused[path]) for path, info in table.items() for source in info.sources}
+    shape = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "dtype": "float32"}  # fmt: skip
+    with Engine(ModelConfig(**shape), tensor_parallel_size=2, warmup=False, **SMALL) as drawn:
+        if task["me"] == 0:
+            drawn.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
+        else:
+            drawn.follow()
+    for params in (fused, unfused):
+        with Engine.from_params(config, params, tensor_parallel_size=2, warmup=False, **SMALL) as engine:
+            with pytest.raises(RuntimeError, match=r"update_params isn't available|call follow"):
+                engine.update_params(params)
+            if task["me"] == 0:
+                with pytest.raises(RuntimeError, match="this one leads"):
+                    engine.follow()
+                greedy = SamplingParams(temperature=0)
+                found.append(engine.generate([[1, 2, 3]], greedy, use_tqdm=False)[0].token_ids)
+            else:
+                engine.follow()
+
+    from jax._src.distributed import global_state
+
+    if task["me"] == 0:  # closing has waited for the others, and deleted what was left
+        left = [name for name, _ in global_state.client.key_value_dir_get_bytes("jaxvllm")]
+        found.append([name for name in left if "/engines/" not in name and "/1/" not in name])  # 1: those that differed
+    text = (ROOT / "docs" / "several-processes.md").read_text()
+    example = text.split("```python\n")[1].split("```")[0].replace("jax.distributed.initialize()", "")
+    exec(compile(example, "several-processes.md", "exec"), {})
+    return found
+
+
+PROGRAMS = {"run": run, "broken": broken, "others": others}
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
