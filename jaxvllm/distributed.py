@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxvllm.config import ConfigError
 
@@ -75,19 +74,25 @@ class Group(Alone):
     """What leader and followers share: the store, and waiting in it.
 
     client: of the store. me: this process. processes: all that share the engine, in order; the first one leads. place:
-    the engine's own prefix of keys. facts: what must be the same everywhere, as plain values. ConfigError where it
-    isn't, or where another process doesn't come.
+    the engine's own prefix of keys. facts: what must be the same everywhere, as plain values. held: keys that are
+    deleted at this process's end of the engine. ConfigError where facts differ, or where another process doesn't come.
     """
 
     is_alone = False
 
-    def __init__(self, client: Any, me: int, processes: Sequence[int], place: str, facts: Mapping[str, Any]) -> None:
+    def __init__(self, client: Any, me: int, processes: Sequence[int], place: str, facts: Mapping[str, Any],
+                 held: Sequence[str] = ()) -> None:  # fmt: skip
+        self._held = list(held)
         self._client, self._me, self._all, self._root = client, me, processes, place
         self._leader, self._others = processes[0], processes[1:]
         self._digest = self._number = self._num_agreed = 0
         self._failed = self._ended = False
         self.who = f"process {self._me} follows process {self._leader}"
-        self._compare(facts)
+        try:
+            self._compare(facts)
+        except BaseException:
+            self._release()
+            raise
 
     def saw(self, plan: np.ndarray) -> None:
         self._digest = zlib.crc32(plan, self._digest)
@@ -115,6 +120,13 @@ class Group(Alone):
             self._failed = True
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one has failed before, or the store is gone
                 self._set("failed", f"process {self._me}: {error}")
+            self._release()
+
+    def _release(self) -> None:
+        """Other engines may have the devices."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            while self._held:
+                self._client.key_value_delete(self._held.pop())
 
     def _compare(self, facts: Mapping[str, Any]) -> None:
         """Everybody's facts are the leader's, or everybody gets the same error."""
@@ -163,6 +175,7 @@ class Group(Alone):
 
     def _raise_failed(self, reason: str) -> NoReturn:
         self._failed = True
+        self._release()
         raise RuntimeError(f"the engine of another process stopped: {reason}")
 
 
@@ -210,6 +223,7 @@ class Leader(Group):
             read = [self._look(f"stopped/{one}", max(until - time.monotonic(), 0.01)) for one in self._others]
             if all(read):
                 self._client.key_value_delete(self._root)
+        self._release()
 
 
 class Follower(Group):
@@ -231,6 +245,7 @@ class Follower(Group):
                 if name == "stop":
                     self._ended = True
                     self._set(f"stopped/{self._me}", True)
+                    self._release()
                 elif name == "failed":
                     self._raise_failed(arguments[0])
                 else:
@@ -251,27 +266,3 @@ def log_key(number: int, *, folder: bool = False) -> str:
     """Where message ``number`` lies, or the folder of those that are deleted with it."""
     place = f"log/{number // KEYS_AT_ONCE}/"
     return place if folder else f"{place}{number}"
-
-
-def join(mesh: Mesh, facts: Mapping[str, Any]) -> Alone | Leader | Follower:
-    """This process's part in an engine over ``mesh``; see ``Group``.
-
-    Processes that share several engines over the same devices make them in the same order.
-    """
-    me, processes = jax.process_index(), sorted({device.process_index for device in mesh.devices.flat})
-    if me not in processes:
-        raise ConfigError(
-            f"mesh has devices of processes {processes} only, but this is process {me}: make this Engine in those "
-            "processes alone, or pass a mesh with a device of each"
-        )
-    if len(processes) == 1:
-        return Alone()
-    # The public multihost_utils would send values through the devices, in step with what runs there.
-    from jax._src.distributed import global_state
-
-    client: Any = global_state.client
-    assert client is not None, "several processes without jax.distributed"
-    devices = "-".join(str(device.id) for device in mesh.devices.flat)
-    number = client.key_value_increment(f"jaxvllm/{devices}/engines/{me}", 1)
-    role = Leader if me == processes[0] else Follower
-    return role(client, me, processes, f"jaxvllm/{devices}/{number}/", facts)

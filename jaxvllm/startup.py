@@ -15,14 +15,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxvllm import __version__, distributed
+from jaxvllm import __version__
 from jaxvllm import config as configuration
 from jaxvllm.config import ConfigError, EngineConfig, ModelConfig
 from jaxvllm.core.buckets import BucketTable, default_decode_sizes, default_token_sizes
 from jaxvllm.core.policy import rule_problems
 from jaxvllm.core.rules import Rules
 from jaxvllm.core.scheduler import Scheduler
-from jaxvllm.distributed import Alone
+from jaxvllm.distributed import Alone, Follower, Leader
 from jaxvllm.kernels import resolve_backend
 from jaxvllm.models import params as tables
 from jaxvllm.models.registry import param_table
@@ -104,11 +104,45 @@ def choose_mesh(engine: EngineConfig, mesh: Mesh | None) -> Mesh:
 
 
 def join_group(mesh: Mesh, model: ModelConfig, engine: EngineConfig, end_tokens: Iterable[int]) -> Alone:
-    """This process's part in the engine, once all processes of the mesh are here with the same options."""
+    """This process's part in the engine, once all processes of the mesh are here with the same options.
+
+    Processes that share several engines over the same devices make them in the same order.
+    """
     facts = engine.to_dict() | {
         "model": asdict(model), "end_tokens": sorted(end_tokens), "jax": jax.__version__, "jaxvllm": __version__,
     }  # fmt: skip
-    return distributed.join(mesh, facts)
+    me, processes = jax.process_index(), sorted({device.process_index for device in mesh.devices.flat})
+    if me not in processes:
+        raise ConfigError(
+            f"mesh has devices of processes {processes} only, but this is process {me}: make this Engine in those "
+            "processes alone, or pass a mesh with a device of each"
+        )
+    if len(processes) == 1:
+        return Alone()
+    # The public multihost_utils would send values through the devices, in step with what runs there.
+    from jax._src.distributed import global_state
+
+    client: Any = global_state.client
+    assert client is not None, "several processes without jax.distributed"
+    held = []
+    for device in mesh.local_devices:
+        key = f"jaxvllm/open/{device.id}"
+        try:
+            client.key_value_set(key, "")
+        except jax.errors.JaxRuntimeError as error:
+            for taken in held:
+                client.key_value_delete(taken)
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            raise ConfigError(
+                f"an engine over several processes is open on device {device.id}, and a process follows one at a time: "
+                "close it in all processes first, or pass a mesh of other devices"
+            ) from None
+        held.append(key)
+    devices = "-".join(str(device.id) for device in mesh.devices.flat)
+    number = client.key_value_increment(f"jaxvllm/{devices}/engines/{me}", 1)
+    role = Leader if me == processes[0] else Follower
+    return role(client, me, processes, f"jaxvllm/{devices}/{number}/", facts, held)
 
 
 def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable, source: Path | GivenModel | None,

@@ -1,4 +1,4 @@
-"""The mesh of local devices and the only shard_map of the project.
+"""An engine's mesh and the only shard_map of the project.
 
 Tensor parallelism is always on, also over one device: one code path. Owns: which devices, how a ParamInfo's axes become
 a sharding. Must not know: models, plans.

@@ -260,6 +260,8 @@ def others(task: dict[str, Any]) -> Any:
     shape = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
              "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "dtype": "float32"}  # fmt: skip
     with Engine(ModelConfig(**shape), tensor_parallel_size=2, warmup=False, **SMALL) as drawn:
+        with pytest.raises(ConfigError, match=r"is open on device \d+, and a process follows one at a time"):
+            Engine(ModelConfig(**shape), tensor_parallel_size=2, **SMALL)
         if task["me"] == 0:
             drawn.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
         else:
