@@ -184,7 +184,7 @@ def _make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTabl
         num_blocks = choose_num_blocks(executor, buckets, group.smallest)
     num_blocks = group.smallest(num_blocks)  # all are here: none waits in a step for one whose weights didn't load
     executor.compile(num_blocks, buckets.all if engine.warmup else ())
-    executor.start()
+    executor.start(group.wait)
     if engine.warmup:
         logger.info("compiled %d steps in %.1f s", executor.num_compiles, executor.compile_seconds)
     return executor
