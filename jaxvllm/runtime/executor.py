@@ -135,8 +135,9 @@ class Executor:
             layout = self.layout(bucket)
             words = draw_words(layout.views(layout.empty()), neutral_knobs(bucket.num_seqs))
             self.dispatch(bucket, layout.empty(), words if self.engine.enable_processors else None)
-        for leaf in jax.tree.leaves((self.state, self.processors)) if wait is not None else ():
-            wait(leaf)
+        if wait is not None:
+            for leaf in jax.tree.leaves((self.state, self.processors)):
+                wait(leaf)
         jax.block_until_ready((self.state, self.processors))
         self.compile_seconds += time.perf_counter() - started
         self._warm = self.engine.warmup
