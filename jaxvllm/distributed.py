@@ -244,8 +244,8 @@ class Follower(Group):
             for name, *arguments in message:
                 if name == "stop":
                     self._ended = True
-                    self._set(f"stopped/{self._me}", True)
                     self._release()
+                    self._set(f"stopped/{self._me}", True)
                 elif name == "failed":
                     self._raise_failed(arguments[0])
                 else:
