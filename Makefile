@@ -55,6 +55,7 @@ test-real: $(READY)
 # one process each: torch needs the memory that jax would still hold from the model before
 test-gpu: $(READY)
 	JAXVLLM_TEST_GPU=1 $(PY) -m pytest -m gpu tests/kernels
+	JAXVLLM_TEST_GPU=1 $(PY) -m pytest -m gpu tests/gpu/test_several_processes.py
 	for model in cut 0.6b 8b; do JAXVLLM_TEST_GPU=1 $(PY) -m pytest -m gpu tests/gpu -k $$model || exit 1; done
 
 lint: $(READY)

@@ -13,6 +13,7 @@ from typing import Any
 from jaxvllm.config import EngineConfig, ModelConfig
 from jaxvllm.core.request import Request
 from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.distributed import Alone
 from jaxvllm.inputs import Prompt, parse_params
 from jaxvllm.interrupts import deferred_interrupts
 from jaxvllm.processing import bad_word_ids
@@ -34,11 +35,33 @@ class Bookkeeping:
     _tracked: dict[str, Tracked]
     _changed: dict[str, Tracked]  # online requests with news that step() hasn't returned yet
     _completions: dict[str, Completion]  # by the scheduler's request ids
+    _group: Alone
+    _tell_add: Any
+    _check_leads: Any
     _num_requests: int
     _num_watched: int  # tracked requests of which each token has to be looked at
 
+    def abort_request(self, request_id: str) -> None:
+        """Ends a request wherever it stands and frees its blocks; ``step`` returns it once more with "abort".
+
+        An unknown or finished id is a no-op.
+        """
+        self._check_leads()
+        with self._lock, deferred_interrupts():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and not tracked.finished:
+                self._group.note("abort", request_id)
+                self._abort(tracked)
+                if tracked.online:
+                    self._changed[request_id] = tracked
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without sampling_params get: from generation_config.json, unless generation_config="none"."""
+        return self._default_params
+
     def forget_request(self, request_id: str) -> None:
         """Ends a request whose outputs nobody wants any more: ``step`` says nothing of it. Unknown ids: a no-op."""
+        self._check_leads()
         with self._lock, deferred_interrupts():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
@@ -55,7 +78,7 @@ class Bookkeeping:
         return request_id in self._tracked or any(name in self._completions for name in sample_ids(request_id, n))
 
     def _add(self, prompt: Prompt, wish: Wish, priority: int, *, request_id: str | None, online: bool) -> Tracked:
-        params = wish.params
+        params, number = wish.params, self._num_requests
         if request_id is None:
             new_ids = (f"request-{number}" for number in itertools.count(self._num_requests))
             request_id = next(name for name in new_ids if not self._in_use(name, params.n))
@@ -80,6 +103,7 @@ class Bookkeeping:
             raise
         self._tracked[request_id] = tracked
         self._num_watched += tracked.is_watched
+        self._tell_add(tracked, number, wish, priority)
         return tracked
 
     def _abort(self, tracked: Tracked) -> None:
@@ -88,6 +112,8 @@ class Bookkeeping:
 
     def _drop(self, tracked: Tracked) -> None:
         """Nobody wants to hear of it any more."""
+        if self._tracked.get(tracked.request_id) is tracked:
+            self._group.note("drop", tracked.request_id)
         self._abort(tracked)
         if self._tracked.pop(tracked.request_id, None) is not None:
             self._num_watched -= tracked.is_watched

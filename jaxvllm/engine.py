@@ -11,11 +11,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
+
+from jax.sharding import Mesh
 
 from jaxvllm import scoring, startup
 from jaxvllm.bookkeeping import Bookkeeping
@@ -24,6 +27,7 @@ from jaxvllm.conveniences import Conveniences
 from jaxvllm.core.plan import fill_plan
 from jaxvllm.core.request import Request
 from jaxvllm.core.step import ScheduledStep
+from jaxvllm.following import Followable
 from jaxvllm.generation_defaults import default_params
 from jaxvllm.inputs import Prompt, parse_priorities, parse_prompt, parse_prompts
 from jaxvllm.interrupts import deferred_interrupts
@@ -38,19 +42,20 @@ from jaxvllm.tracked import Completion, Tracked
 from jaxvllm.trainable import Trainable
 
 
-class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
-    """Generates text with a dense Qwen or Llama model on local devices.
+class Engine(Conveniences, Trainable, Bookkeeping, Followable, Recordable):
+    """Generates text with a dense Qwen or Llama model.
 
     model: a directory with a Hugging Face checkpoint, or one made by ``python -m jaxvllm.convert``; a ModelConfig
         instead gives random weights (benchmarks, tests).
-    tensor_parallel_size: number of local devices that share the model.
+    tensor_parallel_size: number of devices that share the model; None: the mesh's, or 1.
+    mesh: a jax.sharding.Mesh with the one axis "tp" (others of size 1): its devices, and no others, are used; None:
+        the first ``tensor_parallel_size`` of ``jax.devices()``. With devices of several processes: see ``follow``.
     block_size: tokens per KV cache block. num_blocks: blocks in the pool; None measures how many fit.
     max_num_seqs: requests that run at the same time. max_num_batched_tokens: tokens in one step.
     max_model_len: prompt and output tokens of one request; None takes the model's positions.
     gpu_memory_utilization: share of each device's memory that the engine may use.
-    scheduling_policy: "prefill_first" (prompts stop decoding) or "running_first" (one token budget for both); see
-        core.Rules for policy, long_prefill_token_threshold, reserve_full_prompt (of the second), and
-        enable_chunked_prefill, share_prefixes (of both).
+    scheduling_policy: "prefill_first" (prompts stop decoding) or "running_first" (one token budget for both); core.Rules
+        has policy, long_prefill_token_threshold, reserve_full_prompt, enable_chunked_prefill, share_prefixes.
     enable_prefix_caching: reuse the cache of equal prompt beginnings.
     dtype: "bfloat16" or "float32"; None takes the checkpoint's.
     seed: key of the noise of requests that bring no seed, and of random weights.
@@ -60,8 +65,7 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
     disable_custom_all_reduce: sums over devices by XLA's all-reduces, also where our own kernel could.
     async_steps: steps dispatched ahead of the one whose tokens are read; 0 reads each step at once.
     decode_buckets, token_buckets: padded batch sizes and token counts to compile; None takes the default tables.
-    enable_processors: serve everything that SamplingParams can ask for; False only temperature, seeds and stops, which
-        halves what is compiled and saves 8 bytes per row and vocabulary entry.
+    enable_processors: serve all that SamplingParams can ask for; False only temperature, seeds, stops: less memory.
     max_logprobs: most probable tokens that a request may ask for. logprobs_mode: "raw_logprobs" (of the model's
         distribution) or "processed_logprobs" (of the one that was drawn from).
     generation_config: "auto": where no sampling_params are given, the checkpoint's generation_config.json says what
@@ -73,10 +77,11 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
     """
 
     def __init__(self, model: str | os.PathLike[str] | ModelConfig | startup.GivenModel, *,
-                 tensor_parallel_size: int = 1, block_size: int = 64, num_blocks: int | None = None,
-                 max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, max_model_len: int | None = None,
-                 gpu_memory_utilization: float = 0.9, scheduling_policy: str = "prefill_first",
-                 policy: str = "fcfs", long_prefill_token_threshold: int = 0, reserve_full_prompt: bool = True,
+                 tensor_parallel_size: int | None = None, mesh: Mesh | None = None, block_size: int = 64,
+                 num_blocks: int | None = None, max_num_seqs: int = 256, max_num_batched_tokens: int = 8192,
+                 max_model_len: int | None = None, gpu_memory_utilization: float = 0.9,
+                 scheduling_policy: str = "prefill_first", policy: str = "fcfs",
+                 long_prefill_token_threshold: int = 0, reserve_full_prompt: bool = True,
                  enable_chunked_prefill: bool = True, share_prefixes: bool = True,
                  enable_prefix_caching: bool = True, dtype: str | None = None, seed: int = 0,
                  attention_backend: str = "auto", batch_invariant: bool = False,
@@ -87,12 +92,13 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
                  record: str | os.PathLike[str] | None = None) -> None:  # fmt: skip
         started = time.perf_counter()
         asked = EngineConfig(
-            tensor_parallel_size=tensor_parallel_size, block_size=block_size, num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
-            gpu_memory_utilization=gpu_memory_utilization, scheduling_policy=scheduling_policy,
-            policy=policy, long_prefill_token_threshold=long_prefill_token_threshold,
-            reserve_full_prompt=reserve_full_prompt, enable_chunked_prefill=enable_chunked_prefill,
-            share_prefixes=share_prefixes, enable_prefix_caching=enable_prefix_caching, dtype=dtype, seed=seed,
+            tensor_parallel_size=startup.num_shards(tensor_parallel_size, mesh), block_size=block_size,
+            num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len, gpu_memory_utilization=gpu_memory_utilization,
+            scheduling_policy=scheduling_policy, policy=policy,
+            long_prefill_token_threshold=long_prefill_token_threshold, reserve_full_prompt=reserve_full_prompt,
+            enable_chunked_prefill=enable_chunked_prefill, share_prefixes=share_prefixes,
+            enable_prefix_caching=enable_prefix_caching, dtype=dtype, seed=seed,
             attention_backend=attention_backend, batch_invariant=batch_invariant,
             disable_custom_all_reduce=disable_custom_all_reduce, async_steps=async_steps,
             decode_buckets=None if decode_buckets is None else tuple(decode_buckets),
@@ -112,7 +118,11 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
             self._end_tokens.add(self.tokenizer.eos_token_id)
         self._default_params = default_params(path if generation_config == "auto" else None)
         self.buckets = startup.bucket_table(self.config)
-        self._executor = startup.make_executor(self.model_config, self.config, self.buckets, given or path)
+        mesh = startup.choose_mesh(self.config, mesh)
+        self._group = startup.join_group(mesh, self.model_config, self.config, self._end_tokens)
+        self._executor = startup.make_executor(
+            self.model_config, self.config, self.buckets, given or path, mesh, self._group
+        )
         self.config = replace(self.config, num_blocks=self._executor.num_blocks).resolve(self.model_config)
         self._scheduler = startup.make_scheduler(self.config, rules)
         self._processing = Processing(self._executor, self.config.max_num_seqs)
@@ -123,9 +133,10 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
         self._num_requests = self._num_watched = 0
         self._closed = ""
         self._record_path = record
-        if record is not None:
+        if record is not None and not self._group.follows:
             self.start_recording()
         self._lock = threading.RLock()  # one caller at a time: other threads wait
+        self._say_end = weakref.finalize(self, self._group.close)  # also at the program's exit
         self.start_seconds = time.perf_counter() - started
 
     def generate(self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -202,24 +213,8 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
                         self._drop(tracked)
             return [output for _, output in news]
 
-    def abort_request(self, request_id: str) -> None:
-        """Ends a request wherever it stands and frees its blocks; ``step`` returns it once more with "abort".
-
-        An unknown or finished id is a no-op.
-        """
-        with self._lock, deferred_interrupts():
-            tracked = self._tracked.get(request_id)
-            if tracked is not None and not tracked.finished:
-                self._abort(tracked)
-                if tracked.online:
-                    self._changed[request_id] = tracked
-
     def has_unfinished_requests(self) -> bool:
         return self._scheduler.has_unfinished() or bool(self._changed)
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What requests without sampling_params get: from generation_config.json, unless generation_config="none"."""
-        return self._default_params
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and the present state: plain numbers, but for ``attention_backend``.
@@ -235,6 +230,7 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
                 self._recorder.write(self._record_path)
             self._closed = self._closed or "the engine is closed"  # an earlier error stays the reason
             self._in_flight.clear()
+            self._say_end()
             self._executor.close()
 
     def __enter__(self) -> Self:
@@ -248,10 +244,13 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
     def _advance(self) -> list[Request]:
         """Schedules and dispatches one step, then commits the oldest one in flight; returns who finished."""
         try:
+            scheduled = self._scheduler.counters.steps
+            self._group.tell_step(scheduled, self._in_flight[0][0].number if self._in_flight else scheduled)
             step = self._scheduler.schedule()
             if step is not None:
                 bucket = self.buckets.pick(step)
                 buffer = fill_plan(step, self._scheduler, self._executor.layout(bucket))
+                self._group.saw(buffer)
                 words = self._processing.words(step, self._scheduler.rows, bucket, buffer)
                 self._in_flight.append((step, self._executor.dispatch(bucket, buffer, words)))
                 if step.first_samples and self._num_watched:
@@ -263,9 +262,11 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
             return finished
         except BaseException as error:  # also an exit out of a signal handler: the books may be half written
             self._closed = f"the engine stopped at an earlier error: {error}"
+            self._group.fail(error)
             raise
 
     def _commit(self, step: ScheduledStep, handle: StepHandle) -> list[Request]:
+        self._group.wait(handle.tokens)
         finished = self._scheduler.commit(step, handle.result()[: len(step.requests)])  # waits
         if not self._num_watched:
             return finished
@@ -294,10 +295,6 @@ class Engine(Conveniences, Trainable, Bookkeeping, Recordable):
             if completion is not None and completion.request is step.requests[i] and completion.misses_prompt:
                 parts = scoring.prompt_logprobs(self._executor, self.buckets, self.config, completion.request)
                 completion.tracked.prompt_parts = parts
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError(self._closed)
 
 
 LLM = Engine

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.distributed import Alone
 from jaxvllm.recording import Recorder
 
 
@@ -18,6 +19,8 @@ class Recordable:
 
     config: EngineConfig
     _scheduler: Scheduler
+    _group: Alone
+    _check_open: Any
     _in_flight: deque[Any]
     _recorder: Recorder | None = None
 
@@ -26,10 +29,12 @@ class Recordable:
 
     def start_recording(self) -> Recorder:
         """From now on every step is noted; ``jaxvllm.record`` calls this. ValueError while requests are served."""
+        self._check_open()
         if self._recorder is not None:
             raise ValueError("the engine is recording already: stop that first")
         while self._in_flight and not self._scheduler.has_unfinished():
             self._advance()
+        self._group.note("reset")  # a recording begins without cached prefixes
         self._recorder = Recorder(self._scheduler, self.config.scheduling_policy, self.config.async_steps)
         self._scheduler = cast(Scheduler, self._recorder)  # it passes everything on
         return self._recorder

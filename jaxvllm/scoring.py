@@ -20,6 +20,19 @@ from jaxvllm.runtime.executor import Executor
 def score(executor: Executor, scheduler: Scheduler, buckets: BucketTable, engine: EngineConfig,
           ids: np.ndarray, between_chunks: Callable[[], None]) -> np.ndarray:  # fmt: skip
     """``Engine.score``: ids int32 [n] in chunks of the token budget over borrowed blocks; float32 [n - 1]."""
+    blocks = scheduler.pool.take(check(scheduler, engine, ids))
+    try:
+        parts = []
+        for bucket, buffer, targets, size in chunks(executor, buckets, engine, ids, np.asarray(blocks), writes=True):
+            parts.append(executor.score(bucket, buffer, targets)[:size])
+            between_chunks()
+        return np.concatenate(parts)
+    finally:
+        scheduler.pool.release(blocks)
+
+
+def check(scheduler: Scheduler, engine: EngineConfig, ids: np.ndarray) -> int:
+    """The blocks that scoring ids [n] needs; ValueError where they can't be had."""
     assert engine.max_model_len is not None
     if not 2 <= ids.size <= engine.max_model_len:
         raise ValueError(
@@ -32,15 +45,7 @@ def score(executor: Executor, scheduler: Scheduler, buckets: BucketTable, engine
             f"scoring {ids.size} ids needs {needed} free blocks, but {scheduler.pool.num_free} are free: "
             "let running requests finish, or raise num_blocks"
         )
-    blocks = scheduler.pool.take(needed)
-    try:
-        parts = []
-        for bucket, buffer, targets, size in chunks(executor, buckets, engine, ids, np.asarray(blocks), writes=True):
-            parts.append(executor.score(bucket, buffer, targets)[:size])
-            between_chunks()
-        return np.concatenate(parts)
-    finally:
-        scheduler.pool.release(blocks)
+    return needed
 
 
 def prompt_logprobs(executor: Executor, buckets: BucketTable, engine: EngineConfig, request: Request

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,21 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxvllm import __version__
 from jaxvllm import config as configuration
 from jaxvllm.config import ConfigError, EngineConfig, ModelConfig
 from jaxvllm.core.buckets import BucketTable, default_decode_sizes, default_token_sizes
 from jaxvllm.core.policy import rule_problems
 from jaxvllm.core.rules import Rules
 from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.distributed import Alone, Follower, Leader
 from jaxvllm.kernels import resolve_backend
 from jaxvllm.models import params as tables
 from jaxvllm.models.registry import param_table
 from jaxvllm.runtime.exchange import make_exchange
 from jaxvllm.runtime.executor import Executor
 from jaxvllm.runtime.memory import choose_num_blocks
-from jaxvllm.runtime.mesh import make_mesh
+from jaxvllm.runtime.mesh import check_mesh, make_mesh
 from jaxvllm.runtime.weights import make_place, random_params
 from jaxvllm.tokenizer import Tokenizer
 
@@ -41,7 +43,6 @@ class GivenModel:
     config: ModelConfig
     params: Mapping[str, Any]
     tokenizer: Tokenizer | None
-    mesh: Mesh
     donate: bool
 
 
@@ -87,12 +88,76 @@ def make_scheduler(engine: EngineConfig, rules: Rules) -> Scheduler:
     )  # fmt: skip
 
 
-def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable, source: Path | GivenModel | None
-                  ) -> Executor:  # fmt: skip
-    """Puts the model onto the mesh (None: random weights), sizes the pool, allocates it and compiles every bucket."""
+def num_shards(asked: int | None, mesh: Mesh | None) -> int:
+    """tensor_parallel_size: as asked, or the mesh's, which must agree. Starts no backend."""
+    if mesh is None:
+        return 1 if asked is None else asked
+    check_mesh(mesh)
+    if asked not in (None, mesh.size):
+        raise ConfigError(f"tensor_parallel_size={asked}, but the mesh has {mesh.size} devices: leave one out")
+    return mesh.size
+
+
+def choose_mesh(engine: EngineConfig, mesh: Mesh | None) -> Mesh:
+    """The engine's own mesh, of one axis: over the devices of ``mesh``, or the first ones."""
     prepare_backend(engine)
-    given = source if isinstance(source, GivenModel) else None
-    mesh = make_mesh(engine.tensor_parallel_size) if given is None else given.mesh
+    return make_mesh(engine.tensor_parallel_size, None if mesh is None else list(mesh.devices.flat))
+
+
+def join_group(mesh: Mesh, model: ModelConfig, engine: EngineConfig, end_tokens: Iterable[int]) -> Alone:
+    """This process's part in the engine, once all processes of the mesh are here with the same options.
+
+    Processes that share several engines over the same devices make them in the same order.
+    """
+    facts = engine.to_dict() | {
+        "model": asdict(model), "end_tokens": sorted(end_tokens), "jax": jax.__version__, "jaxvllm": __version__,
+    }  # fmt: skip
+    me, processes = jax.process_index(), sorted({device.process_index for device in mesh.devices.flat})
+    if me not in processes:
+        raise ConfigError(
+            f"mesh has devices of processes {processes} only, but this is process {me}: make this Engine in those "
+            "processes alone, or pass a mesh with a device of each"
+        )
+    if len(processes) == 1:
+        return Alone()
+    # The public multihost_utils would send values through the devices, in step with what runs there.
+    from jax._src.distributed import global_state
+
+    client: Any = global_state.client
+    assert client is not None, "several processes without jax.distributed"
+    held = []
+    for device in mesh.local_devices:
+        key = f"jaxvllm/open/{device.id}"
+        try:
+            client.key_value_set(key, "")
+        except jax.errors.JaxRuntimeError as error:
+            for taken in held:
+                client.key_value_delete(taken)
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            raise ConfigError(
+                f"an engine over several processes is open on device {device.id}, and a process follows one at a time: "
+                "close it in all processes first, or pass a mesh of other devices"
+            ) from None
+        held.append(key)
+    devices = "-".join(str(device.id) for device in mesh.devices.flat)
+    number = client.key_value_increment(f"jaxvllm/{devices}/engines/{me}", 1)
+    role = Leader if me == processes[0] else Follower
+    return role(client, me, processes, f"jaxvllm/{devices}/{number}/", facts, held)
+
+
+def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable, source: Path | GivenModel | None,
+                  mesh: Mesh, group: Alone) -> Executor:  # fmt: skip
+    """Puts the model onto the mesh (None: random weights), sizes the pool, allocates it and compiles every bucket."""
+    try:
+        return _make_executor(model, engine, buckets, source, mesh, group)
+    except BaseException as error:
+        group.fail(error)
+        raise
+
+
+def _make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable, source: Path | GivenModel | None,
+                   mesh: Mesh, group: Alone) -> Executor:  # fmt: skip
     table = param_table(model, tp=mesh.size)
     device = mesh.devices.flat[0]
     assert engine.dtype is not None and engine.max_model_len is not None
@@ -118,9 +183,10 @@ def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable
                 time.perf_counter() - started)  # fmt: skip
     num_blocks = engine.num_blocks
     if num_blocks is None:
-        num_blocks = choose_num_blocks(executor, buckets)
+        num_blocks = choose_num_blocks(executor, buckets, group.smallest)
+    num_blocks = group.smallest(num_blocks)  # all are here: none waits in a step for one whose weights didn't load
     executor.compile(num_blocks, buckets.all if engine.warmup else ())
-    executor.start()
+    executor.start(group.wait)
     if engine.warmup:
         logger.info("compiled %d steps in %.1f s", executor.num_compiles, executor.compile_seconds)
     return executor

@@ -17,14 +17,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxvllm import scoring, startup
-from jaxvllm.config import ConfigError, EngineConfig, ModelConfig
+from jaxvllm.config import EngineConfig, ModelConfig
 from jaxvllm.core.buckets import BucketTable
 from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.distributed import Alone
 from jaxvllm.inputs import parse_prompt
 from jaxvllm.interrupts import deferred_interrupts
 from jaxvllm.models import params as tables
 from jaxvllm.runtime.executor import Executor
-from jaxvllm.runtime.mesh import make_mesh
+from jaxvllm.runtime.mesh import TP
 from jaxvllm.sampling_params import SamplingParams
 from jaxvllm.tokenizer import Tokenizer
 from jaxvllm.tracked import Completion
@@ -40,7 +41,9 @@ class Trainable:
     _scheduler: Scheduler
     _lock: threading.RLock
     _encode: Any
+    _group: Alone
     _check_open: Any
+    _check_alone: Any
     _advance: Any
     _commit: Any
     _recorder: Any
@@ -59,7 +62,12 @@ class Trainable:
         self._check_open()
         ids = parse_prompt(token_ids, self._encode, self.model_config.vocab_size, "token_ids").token_ids
         with self._lock, deferred_interrupts() as interrupts:
-            return scoring.score(self._executor, self._scheduler, self.buckets, self.config, ids, interrupts.deliver)
+            between_chunks = interrupts.deliver
+            if not self._group.is_alone:  # the others would compute the next chunk
+                scoring.check(self._scheduler, self.config, ids)
+                self._group.tell("score", ids.tolist())
+                between_chunks = _go_on
+            return scoring.score(self._executor, self._scheduler, self.buckets, self.config, ids, between_chunks)
 
     @classmethod
     def from_params(cls, config: ModelConfig, params: Mapping[str, Any],
@@ -68,25 +76,19 @@ class Trainable:
         """An engine over weights that are in memory already, as arrays of the host or of any devices.
 
         config: the model's shape. params: as ``update_params`` takes them. tokenizer: a model directory (or a
-        Tokenizer); None: prompts are ids. mesh: its devices share the model, in their order; None: the first
-        ``tensor_parallel_size`` local ones. donate: unfused device arrays are used up.
+        Tokenizer); None: prompts are ids. mesh: of any axes, a trainer's for instance: its devices share the model, in
+        their order; None: the first ``tensor_parallel_size`` ones. donate: unfused device arrays are used up.
         options: the Engine's keywords.
 
         Raises ValueError that lists every parameter that doesn't fit, ConfigError for options.
         """
         if not isinstance(config, ModelConfig):
             raise TypeError(f"config={config!r} must be a ModelConfig: ModelConfig.from_dir(path) reads a checkpoint's")
-        size = options.pop("tensor_parallel_size", None)
-        if mesh is not None and size not in (None, mesh.devices.size):
-            raise ConfigError(
-                f"tensor_parallel_size={size}, but the mesh has {mesh.devices.size} devices: leave one out"
-            )
-        devices = None if mesh is None else list(mesh.devices.flat)
-        size = size or (1 if devices is None else len(devices))
+        if mesh is not None:
+            mesh = Mesh(mesh.devices.reshape(-1), (TP,))
         if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_dir(Path(tokenizer))
-        given = startup.GivenModel(config, params, tokenizer, make_mesh(size, devices), donate)
-        return cls(given, tensor_parallel_size=size, **options)  # type: ignore[call-arg]
+        return cls(startup.GivenModel(config, params, tokenizer, donate), mesh=mesh, **options)  # type: ignore[call-arg]
 
     def generate_ids(self, prompts: Any, sampling_params: SamplingParams | None = None) -> np.ndarray:
         """Completions as one array, for programs that don't want text: int32 [num_prompts, n, longest completion].
@@ -104,7 +106,9 @@ class Trainable:
 
     def reset_prefix_cache(self) -> None:
         """Forgets what blocks hold (after the weights changed); running requests keep their own blocks."""
+        self._check_open()
         with self._lock, deferred_interrupts():
+            self._group.note("reset")
             self._scheduler.reset_prefix_cache()
 
     def update_params(self, params: Mapping[str, Any], *, running: str = "refuse", donate: bool = False) -> None:
@@ -123,7 +127,7 @@ class Trainable:
         The new weights take the old ones' memory. Raises ValueError that lists every parameter that doesn't fit; then
         nothing has changed. Any later error (of the device) ends the engine.
         """
-        self._check_open()
+        self._check_alone("update_params")
         if running not in ("refuse", "finish", "restart"):
             raise ValueError(f"running={running!r} must be 'refuse', 'finish' or 'restart'")
         with self._lock, deferred_interrupts() as interrupts:
@@ -160,3 +164,7 @@ class Trainable:
         for request in unfinished:  # each goes to the head of the queue, so the last comes first
             self._scheduler.restart(request)
             self._completions[request.request_id].begin_anew()
+
+
+def _go_on() -> None:
+    """An interrupt waits for the call's end."""

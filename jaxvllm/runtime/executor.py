@@ -120,9 +120,10 @@ class Executor:
             peaks.append(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
         return max(peaks, default=0)
 
-    def start(self) -> None:
+    def start(self, wait: Callable[[jax.Array], None] | None = None) -> None:
         """Allocates the pool, then runs each compiled step once, on an empty plan, which writes nothing.
 
+        wait: returns when an array is there, or raises where it never will be (another process has failed).
         From here on a compilation counts as one after warm-up, if the engine has one.
         """
         started = time.perf_counter()
@@ -135,6 +136,9 @@ class Executor:
             layout = self.layout(bucket)
             words = draw_words(layout.views(layout.empty()), neutral_knobs(bucket.num_seqs))
             self.dispatch(bucket, layout.empty(), words if self.engine.enable_processors else None)
+        if wait is not None:
+            for leaf in jax.tree.leaves((self.state, self.processors)):
+                wait(leaf)
         jax.block_until_ready((self.state, self.processors))
         self.compile_seconds += time.perf_counter() - started
         self._warm = self.engine.warmup

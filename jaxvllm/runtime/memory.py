@@ -8,6 +8,8 @@ Must not know: what the blocks are for.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -27,10 +29,11 @@ ATTEMPTS = 4
 MARGIN = 0.01  # of the budget, for what the allocator loses between pieces
 
 
-def choose_num_blocks(executor: Executor, buckets: BucketTable) -> int:
+def choose_num_blocks(executor: Executor, buckets: BucketTable, smallest: Callable[[int], int] = int) -> int:
     """The number of blocks for ``executor``'s model; its parameters are already on the devices.
 
-    Compiles for that number: all buckets, or without warm-up only the largest of each kind.
+    Compiles for that number: all buckets, or without warm-up only the largest of each kind. smallest: the least of a
+    value in all processes that share the model; with it they all find, and compile for, the same number.
 
     Raises ConfigError when not even one sequence of max_model_len fits.
     """
@@ -38,11 +41,11 @@ def choose_num_blocks(executor: Executor, buckets: BucketTable) -> int:
     block_bytes = kv_block_bytes(model, engine, mesh.size)
     assert engine.max_model_len is not None
     per_sequence = -(-engine.max_model_len // engine.block_size)
-    stats = mesh.devices.flat[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in own_devices(mesh)]
+    if not all(limits):
         return host_blocks(engine, block_bytes)
-    budget = device_budget(engine, stats["bytes_limit"])
-    used = max(device_bytes_in_use(mesh))
+    budget = smallest(device_budget(engine, min(limits)))
+    used = -smallest(-max(device_bytes_in_use(mesh)))
     # allocated after compilation, like the cache
     used += processing_bytes(model, engine, buckets, mesh.size)
     tuning = tuning_bytes(executor)
@@ -50,7 +53,7 @@ def choose_num_blocks(executor: Executor, buckets: BucketTable) -> int:
     for attempt in range(ATTEMPTS):
         blocks = blocks_that_fit(budget, used, transient, block_bytes)
         executor.compile(max(blocks, per_sequence), buckets.all if engine.warmup else buckets.largest)
-        measured = max(executor.transient_bytes(), tuning)
+        measured = -smallest(-max(executor.transient_bytes(), tuning))
         too_much = attempt == 0 and transient > measured + budget * ENOUGH
         if measured <= transient and not too_much:
             break
@@ -122,9 +125,14 @@ def blocks_that_fit(budget: int, used: int, transient: int, block_bytes: int) ->
     return max(0, free // block_bytes // step * step)
 
 
+def own_devices(mesh: Mesh) -> list[Any]:
+    """The mesh's devices that this process may ask."""
+    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+
+
 def device_bytes_in_use(mesh: Mesh) -> list[int]:
-    """Bytes allocated now on each local device of the mesh."""
-    return [(device.memory_stats() or {}).get("bytes_in_use", 0) for device in mesh.devices.flat]
+    """Bytes allocated now on each of the mesh's devices that are this process's."""
+    return [(device.memory_stats() or {}).get("bytes_in_use", 0) for device in own_devices(mesh)]
 
 
 def tuning_bytes(executor: Executor) -> int:

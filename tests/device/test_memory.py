@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -46,8 +47,12 @@ def test_what_processors_keep_on_each_device(shards: int) -> None:
 class Device:
     """A GPU of 100 GB, of which the weights are used and jax may have all."""
 
+    def __init__(self, limit: int = 100 * GB, used: int = WEIGHTS, process: int = 0) -> None:
+        self.limit, self.used, self.process_index = limit, used, process
+
     def memory_stats(self) -> dict[str, int]:
-        return {"bytes_limit": 100 * GB, "bytes_in_use": WEIGHTS}
+        assert self.process_index == 0, "another process's device can't be asked"
+        return {"bytes_limit": self.limit, "bytes_in_use": self.used}
 
 
 class FakeExecutor:
@@ -126,6 +131,37 @@ def test_without_warm_up_the_largest_step_of_each_kind_is_measured(monkeypatch: 
     executor = FakeExecutor([GB], warmup=False)
     assert chosen(executor, monkeypatch) == most(GB, executor)
     assert executor.compiled[0][1] == (Bucket("decode", 8, 8), Bucket("ragged", 64, 8))
+
+
+def test_processes_that_share_a_model_find_the_least_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each asks its own devices; budget, use and the steps' need are those of the worst."""
+    monkeypatch.setattr("jaxvllm.runtime.memory.backend_memory_fraction", lambda: 1.0)
+    monkeypatch.setattr("jax.tree.leaves", lambda tree: list(tree.values()))
+    own = [[Device(), Device(limit=99 * GB)], [Device(used=3 * GB), Device()]]
+    executors, barrier, found, least = [], threading.Barrier(2, timeout=10), [0, 0], [0, 0]
+    for devices, needs in zip(own, ([GB, 2 * GB], [GB // 2, GB]), strict=True):
+        executors.append(FakeExecutor(needs))
+        executors[-1].mesh = SimpleNamespace(devices=np.array([*devices, Device(process=1)]), size=1)
+
+    def choose(i: int) -> None:
+        def smallest(value: int) -> int:
+            least[i] = value
+            barrier.wait()
+            result = min(least)
+            barrier.wait()
+            return result
+
+        found[i] = choose_num_blocks(cast(Executor, executors[i]), BUCKETS, smallest)
+
+    threads = [threading.Thread(target=choose, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    alone = FakeExecutor([GB, 2 * GB])
+    alone.mesh = SimpleNamespace(devices=np.array([Device(limit=99 * GB, used=3 * GB)]), size=1)
+    assert found == [choose_num_blocks(cast(Executor, alone), BUCKETS)] * 2
+    assert executors[0].compiled == executors[1].compiled == alone.compiled
 
 
 def test_what_cannot_fit_is_said_with_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ ALLOWED = {
         "jaxvllm.core.knobs",
     ),
     "jaxvllm.convert": (*CONFIG, "jaxvllm.models"),
+    "jaxvllm.distributed": ("jaxvllm.config",),
 }
 # room -> the only third-party packages that its files may import
 THIRD_PARTY = {
@@ -51,6 +52,7 @@ THIRD_PARTY = {
     "jaxvllm.drawing": {"matplotlib"},
     "jaxvllm.kernels": {"jax", "jaxlib"},  # jaxlib.mlir: what Pallas has no words for
     "jaxvllm.models": {"jax", "numpy"},
+    "jaxvllm.distributed": {"jax", "numpy"},
     "jaxvllm.convert": {"jax", "numpy", "ml_dtypes", "orbax", "tensorstore", "tqdm", "xxhash"},
 }
 
