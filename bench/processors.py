@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from bench.common import Row, accelerator_name, record
 from bench.engines import TimedEngine, engine_parser, label, make_engine
 from bench.steps import decode_step_s
+from jaxvllm.config import set_backend_memory_fraction
 from jaxvllm.models.params import flatten
 from jaxvllm.models.registry import param_table
 

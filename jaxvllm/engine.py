@@ -54,7 +54,7 @@ class Engine(Conveniences, Trainable, Bookkeeping, Followable, Recordable):
     max_num_seqs: requests that run at the same time. max_num_batched_tokens: tokens in one step.
     max_model_len: prompt and output tokens of one request; None takes the model's positions.
     gpu_memory_utilization: share of each device's memory that the engine may use.
-    scheduling_policy: "prefill_first" (prompts stop decoding) or "running_first" (one token budget for both); core.Rules
+    scheduling_policy: "prefill_first" (prompts stop decoding) or "running_first" (one budget for both); core.Rules
         has policy, long_prefill_token_threshold, reserve_full_prompt, enable_chunked_prefill, share_prefixes.
     enable_prefix_caching: reuse the cache of equal prompt beginnings.
     dtype: "bfloat16" or "float32"; None takes the checkpoint's.
