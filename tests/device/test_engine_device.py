@@ -9,7 +9,16 @@ import pytest
 
 from jaxvllm import SamplingParams
 from jaxvllm.config import ConfigError
-from tests.device.support import DATA, MODEL, kv_of, make_engine, poison, random_prompts, sampled, tokens_of
+from tests.device.support import (
+    MODEL,
+    kv_of,
+    make_engine,
+    poison,
+    random_prompts,
+    sampled,
+    tokens_of,
+    two_layers,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,10 +32,10 @@ from tests.device.support import DATA, MODEL, kv_of, make_engine, poison, random
 def test_shards_give_the_tokens_of_one_device(name: str, sizes: tuple[int, ...]) -> None:
     prompts, params = random_prompts(6, high=30), sampled(6)
     prompts = [[token % 257 for token in prompt] for prompt in prompts]
-    with make_engine(DATA / name) as llm:
+    with make_engine(two_layers(name)) as llm:
         alone, scores = tokens_of(llm, prompts, params), llm.score(prompts[0] * 3)
     for size in sizes:
-        with make_engine(DATA / name, tensor_parallel_size=size) as llm:
+        with make_engine(two_layers(name), tensor_parallel_size=size) as llm:
             assert tokens_of(llm, prompts, params) == alone
             np.testing.assert_allclose(llm.score(prompts[0] * 3), scores, atol=1e-5)
             state = llm._executor.state
