@@ -20,6 +20,11 @@ from tests.kept_programs import HOST_ONLY, kept_programs
 
 DATA = Path(__file__).parent.parent / "golden_data"
 VOCAB = 331
+KJV = DATA.parents[1] / "examples" / "tiny-kjv"
+KJV_SHAPES: dict[str, Any] = {  # of all tests that run it: its steps take seconds to compile
+    "num_blocks": 60, "max_num_seqs": 8, "max_num_batched_tokens": 48, "max_model_len": 120, "dtype": "float32",
+    "max_logprobs": 3, "enable_processors": True, "many_steps": True,
+}  # fmt: skip
 # What changes no shape: engines of the usual ones share their programs, whoever asks first.
 SAME_PROGRAMS = HOST_ONLY - {"num_blocks", "max_num_batched_tokens", "decode_buckets", "token_buckets"}
 
