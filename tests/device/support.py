@@ -8,14 +8,18 @@ import json
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxvllm import Engine, ModelConfig, SamplingParams
+from jaxvllm import Engine, ModelConfig, SamplingParams, startup
+from jaxvllm.config import EngineConfig
+from jaxvllm.core.scheduler import Scheduler
 from tests.kept_programs import HOST_ONLY, kept_programs
 
 DATA = Path(__file__).parent.parent / "golden_data"
@@ -26,7 +30,7 @@ KJV_SHAPES: dict[str, Any] = {  # of all tests that run it: its steps take secon
     "max_logprobs": 3, "enable_processors": True, "many_steps": True,
 }  # fmt: skip
 # What changes no shape: engines of the usual ones share their programs, whoever asks first.
-SAME_PROGRAMS = HOST_ONLY - {"num_blocks", "max_num_batched_tokens", "decode_buckets", "token_buckets"}
+SAME_PROGRAMS = (HOST_ONLY | {"record"}) - {"num_blocks", "max_num_batched_tokens", "decode_buckets", "token_buckets"}
 
 
 @functools.cache
@@ -54,10 +58,13 @@ def two_layers(name: str) -> Path:
 MODEL = two_layers("tied_head_dim_differs")
 
 
-def make_engine(model: Path | ModelConfig = MODEL, *, many_steps: bool = False, **options: Any) -> Engine:
+def make_engine(model: Path | ModelConfig = MODEL, *, many_steps: bool = False, pool: int | None = None,
+                rows: int | None = None, **options: Any) -> Engine:  # fmt: skip
     """Small defaults: four sequences, blocks of 4, two buckets to compile, in their plain variant only.
 
     What is compiled is shared with other engines of the same shapes (tests/kept_programs.py, also for many_steps).
+    pool, rows: the scheduler's blocks and rows, if fewer than the device's num_blocks and max_num_seqs: as in a smaller
+    engine, all that it does follows from its own number, but no smaller steps are compiled.
     """
     many_steps |= model == MODEL and options.keys() <= SAME_PROGRAMS
     defaults: dict[str, Any] = {
@@ -67,7 +74,15 @@ def make_engine(model: Path | ModelConfig = MODEL, *, many_steps: bool = False, 
     chosen = defaults | options
     chosen.setdefault("decode_buckets", (chosen["max_num_seqs"],))
     chosen.setdefault("token_buckets", (chosen["max_num_batched_tokens"],))
-    with kept_programs(many_steps=many_steps):
+    made = startup.make_scheduler
+
+    def smaller(engine: EngineConfig, rules: Any) -> Scheduler:
+        return made(
+            replace(engine, num_blocks=pool or engine.num_blocks, max_num_seqs=rows or engine.max_num_seqs), rules
+        )
+
+    with kept_programs(many_steps=many_steps), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(startup, "make_scheduler", smaller)
         return Engine(model, **chosen)
 
 

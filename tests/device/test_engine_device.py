@@ -58,7 +58,7 @@ def test_running_ahead_changes_no_token(num_blocks: int) -> None:
     params = sampled(10, max_tokens=20)
     results, preemptions = [], []
     for steps in (0, 1, 2):
-        with make_engine(num_blocks=num_blocks, async_steps=steps, many_steps=True) as llm:
+        with make_engine(pool=num_blocks, async_steps=steps, many_steps=True) as llm:
             free_ends = [SamplingParams(temperature=p.temperature, max_tokens=20, seed=p.seed) for p in params]
             results.append([tokens_of(llm, prompts, params), tokens_of(llm, prompts, free_ends)])
             stats = llm.stats()
@@ -76,7 +76,7 @@ def test_a_seed_gives_its_tokens_alone_in_a_batch_in_another_row_and_after_a_pre
         together = tokens_of(llm, prompts, params)
         alone = [tokens_of(llm, [prompt], [one])[0] for prompt, one in zip(prompts, params, strict=True)]
         backwards = tokens_of(llm, prompts[::-1], params[::-1])[::-1]
-    with make_engine(num_blocks=14, many_steps=True) as llm:
+    with make_engine(pool=14, many_steps=True) as llm:
         crowded = tokens_of(llm, prompts, params)
         assert llm.stats()["preemptions"] > 0
     assert together == alone == backwards == crowded
