@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm():
-    with make_engine(num_blocks=40, max_num_seqs=3) as engine:
+    with make_engine(pool=40, rows=3) as engine:
         yield engine
         engine._scheduler.check_integrity()
         assert engine.stats()["blocks_free"] == 40
@@ -109,7 +109,7 @@ def test_end_tokens_and_stop_tokens(llm: Engine) -> None:
 
 
 def test_ten_thousand_requests_queue_and_are_aborted() -> None:
-    with make_engine(num_blocks=40, max_num_seqs=3, warmup=False) as engine:
+    with make_engine(pool=40, rows=3, warmup=False) as engine:
         ids = [engine.add_request([1, 2, i % VOCAB], GREEDY) for i in range(10_000)]
         assert engine.stats()["num_waiting"] == 10_000
         for request_id in ids[10:]:

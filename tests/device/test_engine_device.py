@@ -9,7 +9,16 @@ import pytest
 
 from jaxvllm import SamplingParams
 from jaxvllm.config import ConfigError
-from tests.device.support import DATA, MODEL, kv_of, make_engine, poison, random_prompts, sampled, tokens_of
+from tests.device.support import (
+    MODEL,
+    kv_of,
+    make_engine,
+    poison,
+    random_prompts,
+    sampled,
+    tokens_of,
+    two_layers,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,10 +32,10 @@ from tests.device.support import DATA, MODEL, kv_of, make_engine, poison, random
 def test_shards_give_the_tokens_of_one_device(name: str, sizes: tuple[int, ...]) -> None:
     prompts, params = random_prompts(6, high=30), sampled(6)
     prompts = [[token % 257 for token in prompt] for prompt in prompts]
-    with make_engine(DATA / name) as llm:
+    with make_engine(two_layers(name)) as llm:
         alone, scores = tokens_of(llm, prompts, params), llm.score(prompts[0] * 3)
     for size in sizes:
-        with make_engine(DATA / name, tensor_parallel_size=size) as llm:
+        with make_engine(two_layers(name), tensor_parallel_size=size) as llm:
             assert tokens_of(llm, prompts, params) == alone
             np.testing.assert_allclose(llm.score(prompts[0] * 3), scores, atol=1e-5)
             state = llm._executor.state
@@ -49,7 +58,7 @@ def test_running_ahead_changes_no_token(num_blocks: int) -> None:
     params = sampled(10, max_tokens=20)
     results, preemptions = [], []
     for steps in (0, 1, 2):
-        with make_engine(num_blocks=num_blocks, async_steps=steps, many_steps=True) as llm:
+        with make_engine(pool=num_blocks, async_steps=steps, many_steps=True) as llm:
             free_ends = [SamplingParams(temperature=p.temperature, max_tokens=20, seed=p.seed) for p in params]
             results.append([tokens_of(llm, prompts, params), tokens_of(llm, prompts, free_ends)])
             stats = llm.stats()
@@ -67,7 +76,7 @@ def test_a_seed_gives_its_tokens_alone_in_a_batch_in_another_row_and_after_a_pre
         together = tokens_of(llm, prompts, params)
         alone = [tokens_of(llm, [prompt], [one])[0] for prompt, one in zip(prompts, params, strict=True)]
         backwards = tokens_of(llm, prompts[::-1], params[::-1])[::-1]
-    with make_engine(num_blocks=14, many_steps=True) as llm:
+    with make_engine(pool=14, many_steps=True) as llm:
         crowded = tokens_of(llm, prompts, params)
         assert llm.stats()["preemptions"] > 0
     assert together == alone == backwards == crowded
