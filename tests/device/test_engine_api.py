@@ -11,7 +11,7 @@ import pytest
 
 import jaxvllm
 from jaxvllm import LLM, Engine, SamplingParams
-from jaxvllm.config import ConfigError
+from jaxvllm.config import ConfigError, EngineConfig
 from tests.device.support import MODEL, VOCAB, make_engine, random_prompts, sampled, tokens_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -183,6 +183,9 @@ def test_bad_configurations_name_the_field() -> None:
         ({"scheduling_policy": "magic"}, "scheduling_policy='magic'"),
         ({"attention_backend": "magic"}, "attention_backend='magic'"),
         ({"dtype": "int8"}, "dtype='int8'"),
+        ({"dtype": ["float32"]}, r"dtype=\['float32'\]"),
+        ({"block_size": np.True_}, "block_size="),
+        ({"max_num_seqs": np.int64(0)}, "max_num_seqs=0"),
         ({"max_num_batched_tokens": 2}, "max_num_batched_tokens=2 must be at least max_num_seqs=4"),
         ({"token_buckets": (8,)}, "token_buckets ends at 8"),
     )  # fmt: skip
@@ -191,10 +194,18 @@ def test_bad_configurations_name_the_field() -> None:
             make_engine(**options)
     with pytest.raises(ConfigError, match="not a directory"):
         Engine("/nonexistent/model")
+    with pytest.raises(ConfigError, match="model is a NoneType: give a checkpoint's directory"):
+        Engine(None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"hf download Qwen/Qwen3-0\.6B --local-dir Qwen3-0\.6B"):
         Engine("Qwen/Qwen3-0.6B")
     with pytest.raises(TypeError, match="blocksize"):
         make_engine(blocksize=4)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    config = EngineConfig(max_num_seqs=np.int64(8), seed=np.uint8(3), num_blocks=np.int32(7))
+    assert config == EngineConfig(max_num_seqs=8, seed=3, num_blocks=7)
+    assert all(type(getattr(config, name)) is int for name in ("max_num_seqs", "seed", "num_blocks"))
 
 
 def test_a_named_backend_that_gives_way_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
