@@ -93,8 +93,8 @@ def num_shards(asked: int | None, mesh: Mesh | None) -> int:
     if mesh is None:
         return 1 if asked is None else asked
     check_mesh(mesh)
-    if asked not in (None, mesh.size):
-        raise ConfigError(f"tensor_parallel_size={asked}, but the mesh has {mesh.size} devices: leave one out")
+    if asked is not None and (type(asked) is not int or asked != mesh.size):  # True is no 1
+        raise ConfigError(f"tensor_parallel_size={asked!r}, but the mesh has {mesh.size} devices: leave one out")
     return mesh.size
 
 

@@ -25,7 +25,7 @@ from jaxvllm.inputs import parse_prompt
 from jaxvllm.interrupts import deferred_interrupts
 from jaxvllm.models import params as tables
 from jaxvllm.runtime.executor import Executor
-from jaxvllm.runtime.mesh import TP
+from jaxvllm.runtime.mesh import TP, check_devices
 from jaxvllm.sampling_params import SamplingParams
 from jaxvllm.tokenizer import Tokenizer
 from jaxvllm.tracked import Completion
@@ -85,6 +85,7 @@ class Trainable:
         if not isinstance(config, ModelConfig):
             raise TypeError(f"config={config!r} must be a ModelConfig: ModelConfig.from_dir(path) reads a checkpoint's")
         if mesh is not None:
+            check_devices(mesh)
             mesh = Mesh(mesh.devices.reshape(-1), (TP,))
         if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_dir(Path(tokenizer))
