@@ -107,10 +107,11 @@ def choose_mesh(engine: EngineConfig, mesh: Mesh | None) -> Mesh:
 def join_group(mesh: Mesh, model: ModelConfig, engine: EngineConfig, end_tokens: Iterable[int]) -> Alone:
     """This process's part in the engine, once all processes of the mesh are here with the same options.
 
-    Processes that share several engines over the same devices make them in the same order.
+    Processes that share several engines make them in the same order.
     """
     facts = engine.to_dict() | {
         "model": asdict(model), "end_tokens": sorted(end_tokens), "jax": jax.__version__, "jaxvllm": __version__,
+        "devices of the mesh": [device.id for device in mesh.devices.flat],
     }  # fmt: skip
     me, processes = jax.process_index(), sorted({device.process_index for device in mesh.devices.flat})
     if me not in processes:
@@ -140,10 +141,10 @@ def join_group(mesh: Mesh, model: ModelConfig, engine: EngineConfig, end_tokens:
                 "close it in all processes first, or pass a mesh of other devices"
             ) from None
         held.append(key)
-    devices = "-".join(str(device.id) for device in mesh.devices.flat)
-    number = client.key_value_increment(f"jaxvllm/{devices}/engines/{me}", 1)
+    place = f"jaxvllm/{'-'.join(map(str, processes))}"
+    number = client.key_value_increment(f"{place}/engines/{me}", 1)
     role = Leader if me == processes[0] else Follower
-    return role(client, me, processes, f"jaxvllm/{devices}/{number}/", facts, held)
+    return role(client, me, processes, f"{place}/{number}/", facts, held)
 
 
 def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable, source: Path | GivenModel | None,

@@ -45,6 +45,8 @@ class Trainable:
     _check_open: Any
     _check_alone: Any
     _advance: Any
+    _score: Any
+    _stop: Any
     _commit: Any
     _recorder: Any
     _in_flight: deque[Any]
@@ -62,12 +64,15 @@ class Trainable:
         self._check_open()
         ids = parse_prompt(token_ids, self._encode, self.model_config.vocab_size, "token_ids").token_ids
         with self._lock, deferred_interrupts() as interrupts:
-            between_chunks = interrupts.deliver
-            if not self._group.is_alone:  # the others would compute the next chunk
-                scoring.check(self._scheduler, self.config, ids)
+            if self._group.is_alone:
+                return self._score(ids, interrupts.deliver)
+            scoring.check(self._scheduler, self.config, ids)
+            try:
                 self._group.tell("score", ids.tolist())
-                between_chunks = _go_on
-            return scoring.score(self._executor, self._scheduler, self.buckets, self.config, ids, between_chunks)
+                return self._score(ids)  # without interrupts: the others would compute the next chunk
+            except BaseException as error:  # they wait for what this process didn't compute
+                self._stop(error)
+                raise
 
     @classmethod
     def from_params(cls, config: ModelConfig, params: Mapping[str, Any],
@@ -165,7 +170,3 @@ class Trainable:
         for request in unfinished:  # each goes to the head of the queue, so the last comes first
             self._scheduler.restart(request)
             self._completions[request.request_id].begin_anew()
-
-
-def _go_on() -> None:
-    """An interrupt waits for the call's end."""

@@ -85,7 +85,7 @@ def test_axes_of_size_one_do_not_matter() -> None:
         (lambda: jax.devices()[:2], {}, r"mesh is a list; pass jax\.sharding\.Mesh"),
         (lambda: mesh_of(0, 2), {"tensor_parallel_size": 4}, "tensor_parallel_size=4, but the mesh has 2 devices"),
         (lambda: mesh_of(0, 1), {"tensor_parallel_size": True}, "tensor_parallel_size=True, but the mesh has 1 dev"),
-        (lambda: mesh_of(0, 2), {"tensor_parallel_size": 2.0}, r"tensor_parallel_size=2\.0, but the mesh has 2 devices"),
+        (lambda: mesh_of(0, 2), {"tensor_parallel_size": 2.0}, r"tensor_parallel_size=2\.0, but the mesh has 2"),
         (lambda: mesh_of(0, 0), {}, "mesh has no devices: each shard of the model needs a device"),
         (lambda: Mesh(np.array(jax.devices()[1:2] * 2), ("tp",)), {}, r"mesh has \S+:1 more than once: each shard"),
     ],

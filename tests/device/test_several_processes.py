@@ -55,6 +55,8 @@ BREAKS = [
     ("raise", 1, "another process stopped: process 1: no room for step 5"),
     ("stay", 0, "another process stopped: process 0: no room for step 5"),
     ("start", 1, "another process stopped: process 1: no room for step 5"),
+    ("score", 0, "another process stopped: process 0: no room for step 5"),
+    ("score", 1, "another process stopped: process 1: no room for step 5"),
     ("kill", 0, ""),
     ("kill", 1, ""),
 ]
