@@ -219,12 +219,12 @@ class Leader(Group):
         if self._ended or self._failed:
             return
         self._ended = True
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone, and with it everybody
+        with contextlib.suppress(RuntimeError, ConfigError):  # one has failed, doesn't read it, or the service is gone
             self.tell("stop")
             until = time.monotonic() + CLOSE_SECONDS
-            read = [self._look(f"stopped/{one}", max(until - time.monotonic(), 0.01)) for one in self._others]
-            if all(read):
-                self._client.key_value_delete(self._root)
+            for other in self._others:
+                self._get(f"stopped/{other}", max(until - time.monotonic(), 0.01))
+            self._client.key_value_delete(self._root)
         self._release()
 
 

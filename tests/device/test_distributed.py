@@ -185,9 +185,12 @@ def test_a_follower_that_fails_or_leaves_ends_the_leader() -> None:
             leader.wait(never)
         with pytest.raises(RuntimeError, match="process 4"):
             leader._get("agree/0/4", 5)
-        begun = time.monotonic()
-        leader.close()  # waits for nobody
-        assert time.monotonic() - begun < 0.4
+        unaware, follower = group(Store())
+        leave(follower)
+        for one in (leader, unaware):
+            begun = time.monotonic()
+            one.close()  # waits for nobody
+            assert time.monotonic() - begun < 0.4
 
 
 def test_a_follower_that_waits_for_a_message_can_be_interrupted() -> None:
