@@ -278,7 +278,8 @@ def others(task: dict[str, Any]) -> Any:
             drawn.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
         else:
             drawn.follow()
-    for params in (fused, unfused):
+    on_device = jax.device_put([fused, unfused], jax.local_devices()[0])
+    for params in (fused, unfused, *on_device):
         with Engine.from_params(config, params, tensor_parallel_size=2, warmup=False, **SMALL) as engine:
             with pytest.raises(RuntimeError, match=r"update_params isn't available|call follow"):
                 engine.update_params(params)
@@ -286,7 +287,8 @@ def others(task: dict[str, Any]) -> Any:
                 with pytest.raises(RuntimeError, match="this one leads"):
                     engine.follow()
                 greedy = SamplingParams(temperature=0)
-                found.append(engine.generate([[1, 2, 3]], greedy, use_tqdm=False)[0].token_ids)
+                tokens = engine.generate([[1, 2, 3]], greedy, use_tqdm=False)[0].token_ids
+                assert tokens == found[0]
             else:
                 engine.follow()
 
