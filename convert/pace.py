@@ -27,11 +27,12 @@ class Pace:
     allocate: Callable[[int], np.ndarray] = aligned
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "readers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.memory_bytes < 0:
-            raise ValueError(f"memory_bytes={self.memory_bytes} must be at least 0: then one parameter at a time")
+        for name, least, hint in (
+            ("parameters", 1, ""), ("readers", 1, ""), ("memory_bytes", 0, ": then one parameter at a time"),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}{hint}")
 
 
 PACE = Pace()

@@ -16,12 +16,14 @@ Owns: the log, agreement at the start, how long anybody waits. Must not know: wh
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import time
+import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -31,7 +33,6 @@ from jaxvllm.config import ConfigError
 
 START_SECONDS = 600.0  # how long a process waits for another one's start: weights may come from a slow disk
 LOOK_SECONDS = 1.0  # how often one that waits looks whether another one has failed
-IDLE_SECONDS = 10.0  # one wait for the next message; then the next wait
 CLOSE_SECONDS = 10.0  # how long close() waits for the others to have read it
 PAUSE_SECONDS = 1e-4  # between two looks at a step that isn't done
 KEYS_AT_ONCE = 64  # messages that are deleted together
@@ -119,7 +120,7 @@ class Group(Alone):
         if not self._failed:
             self._failed = True
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one has failed before, or the store is gone
-                self._set("failed", f"process {self._me}: {error}")
+                self._set("failed", f"process {self._me}: {describe(error)}")
             self._release()
 
     def _release(self) -> None:
@@ -209,20 +210,21 @@ class Leader(Group):
 
     def fail(self, error: object) -> None:
         if not self._failed:
+            self._operations = []  # they may be what failed
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self.tell("failed", f"process {self._me}: {error}")
+                self.tell("failed", f"process {self._me}: {describe(error)}")
         super().fail(error)
 
     def close(self) -> None:
         if self._ended or self._failed:
             return
         self._ended = True
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone, and with it everybody
+        with contextlib.suppress(RuntimeError, ConfigError):  # one has failed, doesn't read it, or the service is gone
             self.tell("stop")
             until = time.monotonic() + CLOSE_SECONDS
-            read = [self._look(f"stopped/{one}", max(until - time.monotonic(), 0.01)) for one in self._others]
-            if all(read):
-                self._client.key_value_delete(self._root)
+            for other in self._others:
+                self._get(f"stopped/{other}", max(until - time.monotonic(), 0.01))
+            self._client.key_value_delete(self._root)
         self._release()
 
 
@@ -231,15 +233,16 @@ class Follower(Group):
 
     follows = True
 
-    def operations(self) -> Iterator[list[Any]]:
+    def operations(self, meanwhile: Callable[[], None] = lambda: None) -> Iterator[list[Any]]:
         """[name, *arguments] of each operation, until the leader closes its engine; the digest of "step" is compared.
 
-        RuntimeError where the leader has failed, or has dispatched something else than this process.
+        meanwhile: called every LOOK_SECONDS while there is none. RuntimeError where another process has failed, or the
+        leader has dispatched something else than this one.
         """
         while not self._ended:
-            message = None
-            while message is None:
-                message = self._look(log_key(self._number), IDLE_SECONDS)
+            while (message := self._look(log_key(self._number), LOOK_SECONDS)) is None:
+                meanwhile()
+                self._raise_if_failed()
             self._number += 1
             for name, *arguments in message:
                 if name == "stop":
@@ -260,6 +263,21 @@ class Follower(Group):
         if not self._ended:
             self.fail("its engine was closed before the leader's")
         self._ended = True
+
+
+def at_end(engine: object, group: Alone) -> Callable[[], Any]:
+    """Calls ``group.close`` once: when called itself, at the engine's end, or at the program's."""
+    end = weakref.finalize(engine, group.close)
+    if not group.is_alone:
+        # Before jax's own, which ends all processes. finalize's comes later where another one was made before jax's
+        # import, by a temporary folder for instance.
+        atexit.register(end)
+    return end
+
+
+def describe(error: object) -> str:
+    """Its text, or what it is: a KeyboardInterrupt has none."""
+    return str(error) or type(error).__name__
 
 
 def log_key(number: int, *, folder: bool = False) -> str:

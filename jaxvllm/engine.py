@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from jaxvllm.conveniences import Conveniences
 from jaxvllm.core.plan import fill_plan
 from jaxvllm.core.request import Request
 from jaxvllm.core.step import ScheduledStep
+from jaxvllm.distributed import at_end
 from jaxvllm.following import Followable
 from jaxvllm.generation_defaults import default_params
 from jaxvllm.inputs import Prompt, parse_priorities, parse_prompt, parse_prompts
@@ -119,6 +119,7 @@ class Engine(Conveniences, Trainable, Bookkeeping, Followable, Recordable):
         self.buckets = startup.bucket_table(self.config)
         mesh = startup.choose_mesh(self.config, mesh)
         self._group = startup.join_group(mesh, self.model_config, self.config, self._end_tokens)
+        self._say_end = at_end(self, self._group)
         self._executor = startup.make_executor(
             self.model_config, self.config, self.buckets, given or path, mesh, self._group
         )
@@ -135,7 +136,6 @@ class Engine(Conveniences, Trainable, Bookkeeping, Followable, Recordable):
         if record is not None and not self._group.follows:
             self.start_recording()
         self._lock = threading.RLock()  # one caller at a time: other threads wait
-        self._say_end = weakref.finalize(self, self._group.close)  # also at the program's exit
         self.start_seconds = time.perf_counter() - started
 
     def generate(self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -260,8 +260,7 @@ class Engine(Conveniences, Trainable, Bookkeeping, Followable, Recordable):
                 finished += self._commit(*self._in_flight.popleft())
             return finished
         except BaseException as error:  # also an exit out of a signal handler: the books may be half written
-            self._closed = f"the engine stopped at an earlier error: {error}"
-            self._group.fail(error)
+            self._stop(error)
             raise
 
     def _commit(self, step: ScheduledStep, handle: StepHandle) -> list[Request]:
@@ -276,6 +275,7 @@ class Engine(Conveniences, Trainable, Bookkeeping, Followable, Recordable):
             # the id may be another request's by now: this one was aborted, and its token comes too late
             if completion is None or completion.request is not request:
                 continue
+            self._wait_for_prompt(completion.tracked)
             if completion.misses_logprobs:
                 numbers = handle.logprobs_result() if numbers is None else numbers
                 completion.add_logprobs(numbers[0][i], numbers[1][i])

@@ -6,6 +6,7 @@ Owns: which operations there are, and requests as plain values. Must not know ho
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxvllm import scoring
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.buckets import BucketTable
 from jaxvllm.core.scheduler import Scheduler
-from jaxvllm.distributed import Alone, Follower
+from jaxvllm.distributed import Alone, Follower, describe
 from jaxvllm.inputs import Prompt
 from jaxvllm.interrupts import deferred_interrupts
 from jaxvllm.runtime.executor import Executor
@@ -52,13 +53,12 @@ class Followable:
             raise RuntimeError("follow() is for the other processes of an engine over several; this one leads")
         with self._lock, deferred_interrupts() as interrupts:
             try:
-                for name, *arguments in group.operations():
+                for name, *arguments in group.operations(interrupts.deliver):
                     getattr(self, f"_follow_{name}")(*arguments)
                     interrupts.deliver()
                 self._closed = self._closed or "the leading process closed the engine"
             except BaseException as error:
-                self._closed = f"the engine stopped at an earlier error: {error}"
-                group.fail(error)
+                self._stop(error)
                 raise
 
     def _follow_add(self, request_id: str, number: int, ids: list[int], params: dict[str, Any],
@@ -81,8 +81,22 @@ class Followable:
         self._scheduler.reset_prefix_cache()
 
     def _follow_score(self, ids: list[int]) -> None:
-        array = np.array(ids, np.int32)
-        scoring.score(self._executor, self._scheduler, self.buckets, self.config, array, lambda: None)
+        self._score(np.array(ids, np.int32))
+
+    def _score(self, ids: np.ndarray, between_chunks: Callable[[], None] = lambda: None) -> np.ndarray:
+        return scoring.score(self._executor, self._scheduler, self.buckets, self.config, ids, between_chunks,
+                             self._group.wait)  # fmt: skip
+
+    def _stop(self, error: BaseException) -> None:
+        """The engine, and those of the other processes, are of no more use."""
+        self._closed = f"the engine stopped at an earlier error: {describe(error)}"
+        self._group.fail(error)
+
+    def _wait_for_prompt(self, tracked: Tracked) -> None:
+        """Until its prompt_logprobs are there: who reads them would wait for ever for a process that failed."""
+        for part in tracked.prompt_parts or ():
+            for array in part:
+                self._group.wait(array)
 
     def _tell_add(self, tracked: Tracked, number: int, wish: Wish, priority: int) -> None:
         if not self._group.is_alone:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxvllm.config import EngineConfig
@@ -18,13 +19,19 @@ from jaxvllm.runtime.executor import Executor
 
 
 def score(executor: Executor, scheduler: Scheduler, buckets: BucketTable, engine: EngineConfig,
-          ids: np.ndarray, between_chunks: Callable[[], None]) -> np.ndarray:  # fmt: skip
-    """``Engine.score``: ids int32 [n] in chunks of the token budget over borrowed blocks; float32 [n - 1]."""
+          ids: np.ndarray, between_chunks: Callable[[], None], wait: Callable[[jax.Array], None]
+          ) -> np.ndarray:  # fmt: skip
+    """``Engine.score``: ids int32 [n] in chunks of the token budget over borrowed blocks; float32 [n - 1].
+
+    wait: returns when an array is there, or raises where it never will be (another process has failed).
+    """
     blocks = scheduler.pool.take(check(scheduler, engine, ids))
     try:
         parts = []
         for bucket, buffer, targets, size in chunks(executor, buckets, engine, ids, np.asarray(blocks), writes=True):
-            parts.append(executor.score(bucket, buffer, targets)[:size])
+            logprobs = executor.score(bucket, buffer, targets)
+            wait(logprobs)
+            parts.append(np.asarray(logprobs)[:size])
             between_chunks()
         return np.concatenate(parts)
     finally:

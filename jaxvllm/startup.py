@@ -103,8 +103,8 @@ def num_shards(asked: int | None, mesh: Mesh | None) -> int:
     if mesh is None:
         return 1 if asked is None else asked
     check_mesh(mesh)
-    if asked not in (None, mesh.size):
-        raise ConfigError(f"tensor_parallel_size={asked}, but the mesh has {mesh.size} devices: leave one out")
+    if asked is not None and (type(asked) is not int or asked != mesh.size):  # True is no 1
+        raise ConfigError(f"tensor_parallel_size={asked!r}, but the mesh has {mesh.size} devices: leave one out")
     return mesh.size
 
 
@@ -117,10 +117,11 @@ def choose_mesh(engine: EngineConfig, mesh: Mesh | None) -> Mesh:
 def join_group(mesh: Mesh, model: ModelConfig, engine: EngineConfig, end_tokens: Iterable[int]) -> Alone:
     """This process's part in the engine, once all processes of the mesh are here with the same options.
 
-    Processes that share several engines over the same devices make them in the same order.
+    Processes that share several engines make them in the same order.
     """
     facts = engine.to_dict() | {
         "model": asdict(model), "end_tokens": sorted(end_tokens), "jax": jax.__version__, "jaxvllm": __version__,
+        "devices of the mesh": [device.id for device in mesh.devices.flat],
     }  # fmt: skip
     me, processes = jax.process_index(), sorted({device.process_index for device in mesh.devices.flat})
     if me not in processes:
@@ -150,10 +151,10 @@ def join_group(mesh: Mesh, model: ModelConfig, engine: EngineConfig, end_tokens:
                 "close it in all processes first, or pass a mesh of other devices"
             ) from None
         held.append(key)
-    devices = "-".join(str(device.id) for device in mesh.devices.flat)
-    number = client.key_value_increment(f"jaxvllm/{devices}/engines/{me}", 1)
+    place = f"jaxvllm/{'-'.join(map(str, processes))}"
+    number = client.key_value_increment(f"{place}/engines/{me}", 1)
     role = Leader if me == processes[0] else Follower
-    return role(client, me, processes, f"jaxvllm/{devices}/{number}/", facts, held)
+    return role(client, me, processes, f"{place}/{number}/", facts, held)
 
 
 def make_executor(model: ModelConfig, engine: EngineConfig, buckets: BucketTable, source: Path | GivenModel | None,

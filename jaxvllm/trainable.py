@@ -25,7 +25,7 @@ from jaxvllm.inputs import parse_prompt
 from jaxvllm.interrupts import deferred_interrupts
 from jaxvllm.models import params as tables
 from jaxvllm.runtime.executor import Executor
-from jaxvllm.runtime.mesh import TP
+from jaxvllm.runtime.mesh import TP, check_devices
 from jaxvllm.sampling_params import SamplingParams
 from jaxvllm.tokenizer import Tokenizer
 from jaxvllm.tracked import Completion
@@ -45,6 +45,8 @@ class Trainable:
     _check_open: Any
     _check_alone: Any
     _advance: Any
+    _score: Any
+    _stop: Any
     _commit: Any
     _recorder: Any
     _in_flight: deque[Any]
@@ -62,12 +64,15 @@ class Trainable:
         self._check_open()
         ids = parse_prompt(token_ids, self._encode, self.model_config.vocab_size, "token_ids").token_ids
         with self._lock, deferred_interrupts() as interrupts:
-            between_chunks = interrupts.deliver
-            if not self._group.is_alone:  # the others would compute the next chunk
-                scoring.check(self._scheduler, self.config, ids)
+            if self._group.is_alone:
+                return self._score(ids, interrupts.deliver)
+            scoring.check(self._scheduler, self.config, ids)
+            try:
                 self._group.tell("score", ids.tolist())
-                between_chunks = _go_on
-            return scoring.score(self._executor, self._scheduler, self.buckets, self.config, ids, between_chunks)
+                return self._score(ids)  # without interrupts: the others would compute the next chunk
+            except BaseException as error:  # they wait for what this process didn't compute
+                self._stop(error)
+                raise
 
     @classmethod
     def from_params(cls, config: ModelConfig, params: Mapping[str, Any],
@@ -85,6 +90,7 @@ class Trainable:
         if not isinstance(config, ModelConfig):
             raise TypeError(f"config={config!r} must be a ModelConfig: ModelConfig.from_dir(path) reads a checkpoint's")
         if mesh is not None:
+            check_devices(mesh)
             mesh = Mesh(mesh.devices.reshape(-1), (TP,))
         if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_dir(Path(tokenizer))
@@ -164,7 +170,3 @@ class Trainable:
         for request in unfinished:  # each goes to the head of the queue, so the last comes first
             self._scheduler.restart(request)
             self._completions[request.request_id].begin_anew()
-
-
-def _go_on() -> None:
-    """An interrupt waits for the call's end."""

@@ -202,8 +202,8 @@ class Executor:
             array.copy_to_host_async()
         return numbers
 
-    def score(self, bucket: Bucket, buffer: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """log p(targets[t] | tokens up to t) for the packed tokens of one ragged plan: float32 [T].
+    def score(self, bucket: Bucket, buffer: np.ndarray, targets: np.ndarray) -> jax.Array:
+        """log p(targets[t] | tokens up to t) for the packed tokens of one ragged plan: float32 [T], on their way.
 
         targets: int32 [T]. Compiled at a bucket's first use; not counted as a compile after warm-up.
         """
@@ -211,7 +211,7 @@ class Executor:
         function = make_score(layout, self.model, self.backends, TP)
         compiled = self._compiled_score(bucket, layout, function)
         self.state, logprobs = compiled(self.params, self.state, buffer, targets)
-        return np.asarray(logprobs)
+        return logprobs
 
     def compiled_text(self, key: Bucket | int) -> str:
         """HLO text of a bucket's step, or of the redraw of so many sequences (tests read it: no cache-shaped copy)."""

@@ -43,15 +43,25 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[Any] | None = None) -
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Raises ConfigError unless ``mesh`` is one of devices whose only axis of size > 1 is "tp"."""
-    if not isinstance(mesh, Mesh):
-        raise ConfigError(f'mesh is a {type(mesh).__name__}; pass jax.sharding.Mesh(devices, ("tp",))')
+    """Raises ConfigError unless ``mesh`` is one of distinct devices whose only axis of size > 1 is "tp"."""
+    check_devices(mesh)
     others = [name for name, size in mesh.shape.items() if name != TP and size > 1]
     if others or TP not in mesh.shape:
         raise ConfigError(
             f'mesh has the axes {dict(mesh.shape)}, but an engine shares one model over one axis "tp": pass the '
             'devices of one replica, e.g. Mesh(devices[i : i + 2], ("tp",)) to the engine of each data-parallel one'
         )
+
+
+def check_devices(mesh: Mesh) -> None:
+    """Raises ConfigError unless ``mesh`` is one of at least one device, each of them once."""
+    if not isinstance(mesh, Mesh):
+        raise ConfigError(f'mesh is a {type(mesh).__name__}; pass jax.sharding.Mesh(devices, ("tp",))')
+    devices = list(mesh.devices.flat)
+    twice = sorted({str(device) for device in devices if devices.count(device) > 1})
+    if twice or not devices:
+        wrong = f"has {', '.join(twice)} more than once" if twice else "has no devices"
+        raise ConfigError(f"mesh {wrong}: each shard of the model needs a device of its own")
 
 
 def sharding(mesh: Mesh, axes: tuple[str | None, ...] = ()) -> NamedSharding:

@@ -137,6 +137,7 @@ class ParamPlacer:
     def _on_mesh(self, value: Any) -> Any:
         """A device array of other devices, or of these in another order, is moved first: one jitted call wants all on
         the same. A host array becomes one that jit takes."""
+        value = self._reachable(value)
         if not isinstance(value, jax.Array):
             host = np.asarray(value)
             return host if host.dtype.isnative and host.dtype.itemsize <= 8 else host.astype(self._dtype)
@@ -144,7 +145,14 @@ class ParamPlacer:
         order = tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else tuple(value.sharding.device_set)
         return value if order == tuple(self._mesh.devices.flat) else jax.device_put(value, sharding(self._mesh))
 
+    def _reachable(self, value: Any) -> Any:
+        """For a mesh of several processes: an array on this one's devices goes by the host, as jax moves it to no other
+        process's."""
+        mine = self._mesh.is_multi_process and isinstance(value, jax.Array) and value.is_fully_addressable
+        return np.asarray(value) if mine else value
+
     def _place_one(self, value: Any, path: str) -> jax.Array:
+        value = self._reachable(value)
         info, dtype, target = self._table[path], self._dtype, sharding(self._mesh, self._table[path].axes)
         if info.shape == self._canonical[path].shape:
             # a copy: device_put onto several devices may keep the given buffer as one of its parts

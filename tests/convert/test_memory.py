@@ -120,7 +120,11 @@ def test_together_they_stay_within_the_memory_of_the_pace() -> None:
     assert loaded_at(Pace(parameters=8, memory_bytes=0), 1)[0] == 1
 
 
-@pytest.mark.parametrize("wrong", [{"parameters": 0}, {"readers": 0}, {"memory_bytes": -1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"parameters": 0}, {"readers": 0}, {"memory_bytes": -1}, {"readers": 1.5}, {"parameters": None},
+     {"memory_bytes": float("nan")}],
+)  # fmt: skip
 def test_an_impossible_pace_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.* must be a whole number of at least"):
         Pace(**wrong)

@@ -161,6 +161,7 @@ def main(task: dict[str, Any]) -> None:
     from tests.xla_flags import QUICK
 
     own: dict[str, Any] = {}  # of jax.distributed.initialize
+    folder = tempfile.TemporaryDirectory()  # removed at the end, as in many programs: by a clean-up older than jax's
     if task.get("on_gpu"):
         own["local_device_ids"] = [task["me"]]
     else:
@@ -175,6 +176,7 @@ def main(task: dict[str, Any]) -> None:
             heartbeat_timeout_seconds=task.get("heartbeat", 100), shutdown_timeout_seconds=30, **own,
         )  # fmt: skip
     found = PROGRAMS[task["program"]](task)
+    folder.cleanup()
     print(json.dumps(found), flush=True)
 
 
@@ -226,10 +228,14 @@ def broken(task: dict[str, Any]) -> Any:
         return dispatch(*args)
 
     engine._executor.dispatch = dispatch_or_break  # type: ignore[method-assign]
+    if task["what"] == "score" and task["me"] == task["who"]:
+        engine._executor.score = refuse  # type: ignore[method-assign]
     if task["me"] == 0:
         if task["what"] == "leave":
             engine.generate([[1, 2]], SamplingParams(max_tokens=3), use_tqdm=False)
             raise KeyError("the caller's own mistake")
+        if task["what"] == "score":
+            engine.score([1, 2, 3])
         engine.generate([[1, 2]] * 4, SamplingParams(max_tokens=40, ignore_eos=True), use_tqdm=False)
         return None
     return engine.follow()
@@ -272,7 +278,8 @@ def others(task: dict[str, Any]) -> Any:
             drawn.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
         else:
             drawn.follow()
-    for params in (fused, unfused):
+    on_device = jax.device_put([fused, unfused], jax.local_devices()[0])
+    for params in (fused, unfused, *on_device):
         with Engine.from_params(config, params, tensor_parallel_size=2, warmup=False, **SMALL) as engine:
             with pytest.raises(RuntimeError, match=r"update_params isn't available|call follow"):
                 engine.update_params(params)
@@ -280,7 +287,8 @@ def others(task: dict[str, Any]) -> Any:
                 with pytest.raises(RuntimeError, match="this one leads"):
                     engine.follow()
                 greedy = SamplingParams(temperature=0)
-                found.append(engine.generate([[1, 2, 3]], greedy, use_tqdm=False)[0].token_ids)
+                tokens = engine.generate([[1, 2, 3]], greedy, use_tqdm=False)[0].token_ids
+                assert tokens == found[0]
             else:
                 engine.follow()
 

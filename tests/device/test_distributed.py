@@ -11,12 +11,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax._src.distributed import global_state
 
-from jaxvllm import RequestOutputKind, SamplingParams, distributed
-from jaxvllm.config import ConfigError
-from jaxvllm.distributed import Follower, Leader
+from jaxvllm import ModelConfig, RequestOutputKind, SamplingParams, distributed
+from jaxvllm.config import ConfigError, EngineConfig
+from jaxvllm.distributed import Alone, Follower, Leader
 from jaxvllm.following import params_of, plain_params
+from jaxvllm.startup import join_group
+from tests.device.support import make_engine
 
+SHAPE = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+                    num_key_value_heads=1, head_dim=8)  # fmt: skip
 FACTS = {"num_blocks": 96, "seed": 0}
 
 
@@ -39,6 +44,15 @@ class Store:
             if not self._changed.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
             return self.values[key]
+
+    def key_value_set(self, key: str, value: str) -> None:
+        self.key_value_set_bytes(key, value.encode())
+
+    def key_value_increment(self, key: str, step: int) -> int:
+        with self._changed:
+            number = int(self.values.get(key, b"0")) + step
+            self.values[key] = str(number).encode()
+            return number
 
     def key_value_try_get_bytes(self, key: str) -> bytes:
         if key not in self.values:
@@ -171,9 +185,95 @@ def test_a_follower_that_fails_or_leaves_ends_the_leader() -> None:
             leader.wait(never)
         with pytest.raises(RuntimeError, match="process 4"):
             leader._get("agree/0/4", 5)
-        begun = time.monotonic()
-        leader.close()  # waits for nobody
-        assert time.monotonic() - begun < 0.4
+        unaware, follower = group(Store())
+        leave(follower)
+        for one in (leader, unaware):
+            begun = time.monotonic()
+            one.close()  # waits for nobody
+            assert time.monotonic() - begun < 0.4
+
+
+def test_a_follower_that_waits_for_a_message_can_be_interrupted() -> None:
+    _, follower = group(Store())
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(follower.operations(interrupt))
+
+
+def test_a_follower_that_waits_for_a_message_hears_of_another_ones_failure() -> None:
+    _, failing, waiting = group(Store(), 3)
+    failing.fail(KeyboardInterrupt())
+    (error,) = at_once(lambda: list(waiting.operations()))
+    assert str(error) == "the engine of another process stopped: process 4: KeyboardInterrupt"
+
+
+def test_a_message_that_cannot_be_sent_ends_the_others_too() -> None:
+    leader, follower = group(Store())
+    leader.note("add", object())
+    with pytest.raises(TypeError) as error:
+        leader.tell_step(0, 0)
+    leader.fail(error.value)
+    (seen,) = at_once(lambda: list(follower.operations()))
+    assert "process 1: Object of type object is not JSON serializable" in str(seen)
+
+
+def test_meshes_of_another_order_or_size_are_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, store = threading.local(), Store()
+    monkeypatch.setattr(jax, "process_index", lambda: here.process)
+    monkeypatch.setattr(global_state, "client", store)
+    devices = [SimpleNamespace(id=i, process_index=i % 2) for i in range(4)]
+
+    def join(process: int, mine: list[Any]) -> Any:
+        here.process = process
+        local = [device for device in mine if device.process_index == process]
+        mesh: Any = SimpleNamespace(devices=np.array(mine, object), local_devices=local)
+        return join_group(mesh, SHAPE, EngineConfig(), ())
+
+    for other in (devices[1::-1], devices):
+        errors = at_once(lambda: join(0, devices[:2]), lambda other=other: join(1, other))
+        assert [type(error) for error in errors] == [ConfigError] * 2
+        ids = [device.id for device in other]
+        assert f"devices of the mesh=[0, 1] here and {ids} in process 1" in str(errors[0])
+    assert not [key for key in store.values if "/open/" in key]  # others may be made now
+
+
+class Told(Alone):
+    """A group in which another process has failed: nothing but arrays of numpy will ever be there."""
+
+    is_alone = False
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+
+    def wait(self, array: Any) -> None:
+        if isinstance(array, str):
+            raise RuntimeError("the engine of another process stopped")
+
+    def fail(self, error: object) -> None:
+        self.failures.append(str(error))
+
+
+def test_scores_and_prompt_logprobs_wait_for_no_process_that_failed() -> None:
+    def refuse(*args: Any) -> None:
+        raise MemoryError("no room")
+
+    wish = SamplingParams(prompt_logprobs=1, max_tokens=1)
+    for name, function, ask in (
+        ("score", refuse, lambda engine: engine.score([1, 2])),
+        ("score", lambda *args: "on its way", lambda engine: engine.score([1, 2])),
+        ("prompt_logprobs", lambda *args: ("on", "its way"), lambda engine: engine.generate([[1, 2]], wish)),
+    ):
+        with make_engine(warmup=False) as engine:
+            told = engine._group = Told()
+            setattr(engine._executor, name, function)
+            with pytest.raises((MemoryError, RuntimeError)) as error:
+                ask(engine)
+            assert told.failures == [str(error.value)]
+            with pytest.raises(RuntimeError, match="the engine stopped at an earlier error: "):
+                engine.score([1, 2])
 
 
 def test_a_schedule_that_differs_is_noticed_before_its_next_step() -> None:

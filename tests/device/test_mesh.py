@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
-from jaxvllm import Engine
+from jaxvllm import Engine, ModelConfig
 from jaxvllm.config import ConfigError
 from tests.device.support import MODEL, make_engine, random_prompts, sampled, tokens_of
 
@@ -84,11 +84,28 @@ def test_axes_of_size_one_do_not_matter() -> None:
         (lambda: Mesh(np.array(jax.devices()[:2]), ("model",)), {}, r"mesh has the axes \{'model': 2\}"),
         (lambda: jax.devices()[:2], {}, r"mesh is a list; pass jax\.sharding\.Mesh"),
         (lambda: mesh_of(0, 2), {"tensor_parallel_size": 4}, "tensor_parallel_size=4, but the mesh has 2 devices"),
+        (lambda: mesh_of(0, 1), {"tensor_parallel_size": True}, "tensor_parallel_size=True, but the mesh has 1 dev"),
+        (lambda: mesh_of(0, 2), {"tensor_parallel_size": 2.0}, r"tensor_parallel_size=2\.0, but the mesh has 2"),
+        (lambda: mesh_of(0, 0), {}, "mesh has no devices: each shard of the model needs a device"),
+        (lambda: Mesh(np.array(jax.devices()[1:2] * 2), ("tp",)), {}, r"mesh has \S+:1 more than once: each shard"),
     ],
 )  # fmt: skip
 def test_a_mesh_that_cannot_be_had_is_refused(mesh: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Engine(MODEL, mesh=mesh(), num_blocks=8, warmup=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (lambda: jax.devices()[:2], r"mesh is a list; pass jax\.sharding\.Mesh"),
+        (lambda: AbstractMesh((2,), ("tp",)), "mesh is a AbstractMesh; pass"),
+        (lambda: Mesh(np.array([jax.devices()[1:3]] * 2), ("a", "b")), r"mesh has \S+:1, \S+:2 more than once"),
+    ],
+)
+def test_from_params_refuses_such_meshes_too(mesh: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine.from_params(ModelConfig.from_dir(MODEL), {}, mesh=mesh())
 
 
 def test_an_engine_of_one_process_does_not_follow() -> None:
