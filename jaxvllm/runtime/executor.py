@@ -8,10 +8,13 @@ device state, compiled functions. Must not know: requests, queues, tokens' meani
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import jax
@@ -34,6 +37,12 @@ from jaxvllm.runtime.step import make_prompt_logprobs, make_score
 from jaxvllm.runtime.weights import ParamPlacer
 
 logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def queue_of(device: Any) -> Lock:
+    """Who holds a device's is the only one that dispatches to it together with other devices."""
+    return Lock()
 
 
 @dataclass(slots=True)
@@ -73,6 +82,8 @@ class Executor:
         self.compiles_after_warmup = 0
         self.compile_seconds = 0.0
         self._warm = False
+        devices = sorted(mesh.devices.flat, key=lambda device: device.id)
+        self._queues = [queue_of(device) for device in devices] if mesh.size > 1 else []
         self._layouts: dict[Bucket, PlanLayout] = {}
         self._steps: dict[Bucket, Any] = {}
         self._redraws: dict[int, Any] = {}  # by the number of sequences
@@ -155,18 +166,31 @@ class Executor:
             shape = self.compiler.logits_shape(number)
             self._logits[number] = None if shape is None else allocate_state(shape)
         compiled = self._compiled(self._steps, bucket, self._compile_step)
-        self.state, logits, tokens = compiled(self.params, self.state, self._logits[number], buffer, self.exchange)
+        with self._in_order():
+            self.state, logits, tokens = compiled(self.params, self.state, self._logits[number], buffer, self.exchange)
         self._logits[number] = logits
         if words is None:
             tokens.copy_to_host_async()
             return StepHandle(tokens)
         redraw = self._compiled(self._redraws, number, self.compiler.redraw)
         states = self.state.last_tokens, self.processors
-        (last_tokens, self.processors), (tokens, *numbers) = redraw(states, logits, words)
+        with self._in_order():
+            (last_tokens, self.processors), (tokens, *numbers) = redraw(states, logits, words)
         self.state = self.state.replace(last_tokens=last_tokens)
         for array in (tokens, *numbers):
             array.copy_to_host_async()
         return StepHandle(tokens, (numbers[0], numbers[1]))
+
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """Steps of engines in several threads come in one order on all the devices that they share.
+
+        Shards wait for each other inside their kernels: for ever, if another engine's step came between on one device.
+        """
+        with ExitStack() as held:
+            for queue in self._queues:
+                held.enter_context(queue)
+            yield
 
     def _compiled[Key](self, known: dict[Key, Any], key: Key, compile_one: Callable[[Key], Any]) -> Any:
         compiled = known.get(key)
@@ -197,7 +221,8 @@ class Executor:
         layout = self.layout(bucket)
         function = make_prompt_logprobs(layout, self.model, self.engine, self.backends, TP)
         compiled = self._compiled_score((bucket, "prompt"), layout, function)
-        self.state, numbers = compiled(self.params, self.state, buffer, targets)
+        with self._in_order():
+            self.state, numbers = compiled(self.params, self.state, buffer, targets)
         for array in numbers:
             array.copy_to_host_async()
         return numbers
@@ -210,7 +235,8 @@ class Executor:
         layout = self.layout(bucket)
         function = make_score(layout, self.model, self.backends, TP)
         compiled = self._compiled_score(bucket, layout, function)
-        self.state, logprobs = compiled(self.params, self.state, buffer, targets)
+        with self._in_order():
+            self.state, logprobs = compiled(self.params, self.state, buffer, targets)
         return logprobs
 
     def compiled_text(self, key: Bucket | int) -> str:

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxvllm import Engine, ModelConfig
 from jaxvllm.config import ConfigError
+from jaxvllm.runtime.executor import queue_of
 from tests.device.support import MODEL, make_engine, random_prompts, sampled, tokens_of
 
 PROMPTS, WISHES = random_prompts(10, seed=3), sampled(10)
@@ -67,6 +68,22 @@ def test_two_replicas_give_one_engines_tokens_and_stay_on_their_devices() -> Non
         for thread in threads:
             thread.join()
         assert tokens == {one: expected, two: expected}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_steps_over_several_devices_come_in_one_order_on_all_of_them(shards: int) -> None:
+    """The order's locks are held while a step is dispatched, and by nobody else: two engines in threads share them."""
+    with make_engine(tensor_parallel_size=shards) as engine:
+        executor, held = engine._executor, []
+        queues = [queue_of(device) for device in jax.devices()]
+        for bucket, compiled in list(executor._steps.items()):
+            executor._steps[bucket] = lambda *args, compiled=compiled: (
+                held.append([queue.locked() for queue in queues]) or compiled(*args)
+            )
+        tokens_of(engine, PROMPTS[:2], WISHES[:2])
+        used = shards if shards > 1 else 0
+        assert held and all(one == [True] * used + [False] * (len(queues) - used) for one in held)
+        assert not any(queue.locked() for queue in queues)
 
 
 def test_axes_of_size_one_do_not_matter() -> None:

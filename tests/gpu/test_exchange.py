@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -171,3 +172,17 @@ def test_an_engine_gives_the_tokens_of_one_gpu_cut(shards: int) -> None:
             assert llm.stats()["compiles_after_warmup"] == 0
     assert tokens["exchange"] == tokens["one GPU"]
     assert tokens["all-reduce of XLA"] == tokens["one GPU"]
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+def test_two_engines_in_two_threads_on_the_same_gpus_cut(shards: int) -> None:
+    """Their kernels wait for each other's: in another order on one GPU than on the other, for ever."""
+    mesh_of(shards)
+    options: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "decode_buckets": (16,),
+                               "token_buckets": (128,), "num_blocks": 64, "tensor_parallel_size": shards}  # fmt: skip
+    prompts = [[n + 1] * 20 for n in range(16)]
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    with Engine(MODEL, **options) as one, Engine(MODEL, **options) as two, ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(engine.generate, prompts, params, use_tqdm=False) for engine in (one, two)]
+        tokens = [[output.token_ids for output in run.result(timeout=60)] for run in runs]
+    assert tokens[0] == tokens[1]
