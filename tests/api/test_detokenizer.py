@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 
-from jaxvllm.detokenizer import REPLACEMENT, byte_alphabet
+from jaxvllm.detokenizer import REPLACEMENT, WindowDetokenizer, byte_alphabet
 from jaxvllm.tokenizer import Tokenizer
 from tests.api import tokenizers_for_tests as make
 
@@ -27,7 +28,7 @@ def deltas(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None
 
 
 def test_alphabet_is_that_of_tokenizers() -> None:
-    from tokenizers import decoders, pre_tokenizers
+    from tokenizers import pre_tokenizers
 
     assert set(byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
     ascii_and_space = {character: byte for character, byte in byte_alphabet().items() if byte < 128}
@@ -55,6 +56,17 @@ def test_an_emoji_of_four_tokens_comes_with_its_last() -> None:
     ids = BYTE_LEVEL.encode("👍")
     assert len(ids) == 4
     assert deltas(BYTE_LEVEL, ids) == ["", "", "", "👍", ""]
+
+
+def test_an_emoji_of_four_tokens_comes_with_its_last_from_any_other_decoder() -> None:
+    """A decoder that is neither plain byte-level nor has byte fallback: only the text says that more must come."""
+    backend = make.byte_level()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    tokenizer = Tokenizer(backend, Path())
+    assert isinstance(tokenizer.detokenizer(), WindowDetokenizer)
+    ids = tokenizer.encode("a👍b")
+    assert len(ids) == 6
+    assert deltas(tokenizer, ids) == ["a", "", "", "", "👍", "b", ""]
 
 
 @pytest.mark.parametrize("tokenizer", ALL[:2])
