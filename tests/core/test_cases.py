@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxvllm.core import PlanLayout, Request, RequestStatus, fill_plan
+from jaxvllm.core import PlanLayout, Request, RequestStatus, Rules, fill_plan
 from jaxvllm.core.buckets import Bucket
 from jaxvllm.sampling_params import SamplingParams
 from tests.core.fake_device import FakeEngine, generate
@@ -102,10 +102,9 @@ def test_4_recomputation_is_bounded(depth, chunk, caching):
     loop = run_all(scheduler, requests, depth)
     assert [request.output_token_ids for request in requests] == [list(range(12, 28))] * 2
     counters = scheduler.counters
-    assert counters.preemptions > 0
-    # Between two preemptions a request gains a token: no more of them than outputs. Each loses at most all.
-    assert all(request.num_preemptions <= request.num_output for request in requests)
-    assert counters.recomputed_tokens <= sum(r.num_preemptions * r.num_known for r in requests)
+    # The second one comes back when the first one is gone, not for one chunk: once, so it loses at most all once.
+    assert [request.num_preemptions for request in requests] == [0, 1]
+    assert counters.recomputed_tokens <= requests[1].num_known
     # Whatever is computed is either new or counted as recomputed: nothing is hidden.
     computed = sum(int(step.num_tokens.sum()) for step in loop.steps)
     assert computed == counters.prefill_tokens + counters.decode_tokens
@@ -200,7 +199,7 @@ def test_7_a_prompt_of_whole_blocks_twice(depth, num_blocks_of_prompt):
 
 @pytest.mark.parametrize("policy", ["prefill_first", "running_first"])
 def test_7_nobody_waits_for_a_block_that_it_has_to_compute_anyway(policy):
-    scheduler = make_scheduler(block_size=4, scheduling_policy=policy)
+    scheduler = make_scheduler(block_size=4, scheduling_policy=policy, rules=Rules(share_prefixes=True))
     requests = [make_request(i, [1, 2, 3, 4], max_tokens=6) for i in range(2)]
     for request in requests:
         scheduler.add(request)
