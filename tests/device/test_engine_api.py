@@ -61,6 +61,7 @@ def test_every_way_to_write_a_prompt(llm: Engine) -> None:
         ([[2**70]], r"prompts\[0\]"),
         ([[1] * 200], "max_model_len=128"),
         ([[1] * 128], "max_model_len=128"),
+        ([[1, 2], [1] * 128], "max_model_len=128"),  # the first one was queued already
     ],
 )
 def test_bad_prompts_are_named_and_nothing_stays_behind(llm: Engine, prompts: object, message: str) -> None:
