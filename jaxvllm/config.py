@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import operator
 import os
 import re
 from collections.abc import Mapping
@@ -204,6 +205,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         problems = []
+        for name in self.__dataclass_fields__:
+            if hasattr(value := getattr(self, name), "__index__") and not isinstance(value, int):
+                object.__setattr__(self, name, operator.index(value))  # numpy's whole numbers
         for name in ("tensor_parallel_size", "block_size", "max_num_seqs", "max_num_batched_tokens"):
             _check_int(problems, name, getattr(self, name), 1)
         for name, low in (("num_blocks", 1), ("max_model_len", 2)):  # 2: a prompt token and an output token
@@ -216,17 +220,14 @@ class EngineConfig:
         _check_int(problems, "async_steps", self.async_steps, 0)
         _check_int(problems, "seed", self.seed, 0)
         _check_int(problems, "max_logprobs", self.max_logprobs, 0)
-        for name, choices in (("logprobs_mode", LOGPROBS_MODES), ("generation_config", ("auto", "none"))):
+        for name, choices in (("logprobs_mode", LOGPROBS_MODES), ("generation_config", ("auto", "none")),
+                              ("attention_backend", ATTENTION_BACKENDS)):  # fmt: skip
             if getattr(self, name) not in choices:
                 problems.append(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}")
         if not _is_number(self.gpu_memory_utilization) or not 0 < self.gpu_memory_utilization <= 1:
             problems.append(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be above 0 and at most 1")
-        if self.dtype is not None and self.dtype not in DTYPE_BYTES:
+        if self.dtype not in (None, *DTYPE_BYTES):
             problems.append(f"dtype={self.dtype!r} must be one of {', '.join(DTYPE_BYTES)} or None (the checkpoint's)")
-        if self.attention_backend not in ATTENTION_BACKENDS:
-            problems.append(
-                f"attention_backend={self.attention_backend!r} must be one of {', '.join(ATTENTION_BACKENDS)}"
-            )
         for name in ("decode_buckets", "token_buckets"):
             sizes = getattr(self, name)
             if sizes is not None and (not sizes or any(not _is_int(s) or s < 1 for s in sizes)):

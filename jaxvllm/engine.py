@@ -15,7 +15,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Self, cast
 
 from jax.sharding import Mesh
@@ -107,7 +106,7 @@ class Engine(Conveniences, Trainable, Bookkeeping, Followable, Recordable):
             generation_config=generation_config, warmup=warmup,
         )  # fmt: skip
         given = model if isinstance(model, startup.GivenModel) else None
-        path = None if given or isinstance(model, ModelConfig) else Path(cast(str, model))
+        path = None if given or isinstance(model, ModelConfig) else startup.checkpoint_path(model)
         self.model_config = cast(ModelConfig, given.config if given else ModelConfig.from_dir(path) if path else model)
         self.config = asked.resolve(self.model_config)
         rules = startup.scheduling_rules(self.config)

@@ -6,6 +6,7 @@ Part of the engine's room (it may import every other one), apart from the loop s
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -86,6 +87,15 @@ def make_scheduler(engine: EngineConfig, rules: Rules) -> Scheduler:
         max_running=engine.max_num_seqs, scheduling_policy=engine.scheduling_policy, rules=rules,
         enable_prefix_caching=engine.enable_prefix_caching,
     )  # fmt: skip
+
+
+def checkpoint_path(model: object) -> Path:
+    """``Engine``'s first argument where it isn't a model already. Raises ConfigError."""
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(
+            f"model is a {type(model).__name__}: give a checkpoint's directory, or a ModelConfig for random weights"
+        )
+    return Path(model)
 
 
 def num_shards(asked: int | None, mesh: Mesh | None) -> int:

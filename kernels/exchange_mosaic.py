@@ -12,7 +12,8 @@ negative sign: they travel as zeros), and who reads a word puts EMPTY back ("Lam
                        each token's row of H values                                          each sequence's value, id
 
 Two exchanges of one turn must have another between them: whose part in that one has come has emptied the first. The
-layers of a step use turns 0 and 1, its last norm turn 2, so any step may follow any other.
+layers of a step use turns 0 and 1, its last norm turn 2, so any step may follow any other. Programs wait for those of
+the same token elsewhere: a GPU starts them in the order of their numbers, so the first that isn't done runs everywhere.
 
 The buffers' addresses are an operand, which the host reads off the arrays: kernels with Pallas' remote refs meet those
 of the other devices on the host before every launch, 20 us each, and stay outside the CUDA graph. For jax these are

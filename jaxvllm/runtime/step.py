@@ -176,7 +176,7 @@ def make_step(layout: PlanLayout, model: ModelConfig, backends: ResolvedBackends
     """
 
     def step(params: Mapping[str, Any], state: DeviceState, room: jax.Array | None, buffer: jax.Array,
-             exchange: Exchange | None) -> tuple[DeviceState, jax.Array | None, jax.Array]:  # fmt: skip
+             exchange: Exchange | None = None) -> tuple[DeviceState, jax.Array | None, jax.Array]:  # fmt: skip
         plan = unpack(buffer, layout)
         logits, kv = next_logits(params, state, plan, layout, model, backends, axis, exchange)
         tokens, last_tokens = draw(logits, state.last_tokens, plan, model, backends, axis, exchange=exchange)

@@ -10,6 +10,7 @@ import pytest
 
 import jaxvllm
 from jaxvllm import cli
+from tests.kept_programs import kept_programs
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden_data"
@@ -77,7 +78,8 @@ def test_generate_gives_the_recorded_greedy_tokens(capsys: pytest.CaptureFixture
     case = json.loads((folder / "expected.json").read_text())["cases"][0]
     ids = ",".join(map(str, case["prompt"]))
     options = ["--max-tokens", "8", "--temperature", "0", "--ignore-eos", "--num-blocks", "4", "--json"]
-    assert cli.main(["generate", str(folder), "--prompt-ids", ids, *options]) == 0
+    with kept_programs():
+        assert cli.main(["generate", str(folder), "--prompt-ids", ids, *options]) == 0
     out = json.loads(capsys.readouterr().out)
     assert out["token_ids"] == case["greedy"][:8]
     assert out["finish_reason"] == "length"
@@ -105,7 +107,8 @@ def test_generate_samples_as_the_checkpoint_wants_unless_told_otherwise(
             "--num-blocks",
             "4",
         ]
-        assert cli.main([*command, "--json", *options]) == 0
+        with kept_programs():
+            assert cli.main([*command, "--json", *options]) == 0
         tokens.append(json.loads(capsys.readouterr().out)["token_ids"])
     assert tokens[0] == case["greedy"][:8] != tokens[1]  # its top_k of 1; without it, its temperature
 

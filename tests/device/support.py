@@ -1,28 +1,74 @@
-"""Engines over the tiny recorded checkpoints, and looks inside them."""
+"""Engines over the first layers of the tiny recorded checkpoints, and looks inside them."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import json
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
 
-from jaxvllm import Engine, ModelConfig, SamplingParams
-from tests.kept_programs import kept_programs
+from jaxvllm import Engine, ModelConfig, SamplingParams, startup
+from jaxvllm.config import EngineConfig
+from jaxvllm.core.scheduler import Scheduler
+from tests.kept_programs import HOST_ONLY, kept_programs
 
 DATA = Path(__file__).parent.parent / "golden_data"
-MODEL = DATA / "tied_head_dim_differs"
 VOCAB = 331
+KJV = DATA.parents[1] / "examples" / "tiny-kjv"
+KJV_SHAPES: dict[str, Any] = {  # of all tests that run it: its steps take seconds to compile
+    "num_blocks": 60, "max_num_seqs": 8, "max_num_batched_tokens": 48, "max_model_len": 120, "dtype": "float32",
+    "max_logprobs": 3, "enable_processors": True, "many_steps": True,
+}  # fmt: skip
+# What changes no shape: engines of the usual ones share their programs, whoever asks first.
+SAME_PROGRAMS = (HOST_ONLY | {"record"}) - {"num_blocks", "max_num_batched_tokens", "decode_buckets", "token_buckets"}
 
 
-def make_engine(model: Path | ModelConfig = MODEL, *, many_steps: bool = False, **options: Any) -> Engine:
+@functools.cache
+def two_layers(name: str) -> Path:
+    """A recorded checkpoint without its third layer: a third less to compile and to run.
+
+    Nothing here compares with what was recorded (tests/golden does), and two layers have what any number has: a
+    first, a last, one after another. The folder goes with the session's.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=os.environ.get("JAX_COMPILATION_CACHE_DIR")))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    config = json.loads((DATA / name / "config.json").read_text())
+    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copy(DATA / name / "generation_config.json", folder)
+    tensors: dict[str, np.ndarray] = {}
+    for file in (DATA / name).glob("*.safetensors"):
+        tensors |= load_file(file)
+    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith("model.layers.2.")}
+    assert len(kept) < len(tensors)
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+MODEL = two_layers("tied_head_dim_differs")
+
+
+def make_engine(model: Path | ModelConfig = MODEL, *, many_steps: bool = False, pool: int | None = None,
+                rows: int | None = None, **options: Any) -> Engine:  # fmt: skip
     """Small defaults: four sequences, blocks of 4, two buckets to compile, in their plain variant only.
 
     What is compiled is shared with other engines of the same shapes (tests/kept_programs.py, also for many_steps).
+    pool, rows: the scheduler's blocks and rows, if fewer than the device's num_blocks and max_num_seqs: as in a smaller
+    engine, all that it does follows from its own number, but no smaller steps are compiled.
     """
+    many_steps |= model == MODEL and options.keys() <= SAME_PROGRAMS
     defaults: dict[str, Any] = {
         "block_size": 4, "num_blocks": 96, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128,
         "enable_processors": False,
@@ -30,7 +76,15 @@ def make_engine(model: Path | ModelConfig = MODEL, *, many_steps: bool = False, 
     chosen = defaults | options
     chosen.setdefault("decode_buckets", (chosen["max_num_seqs"],))
     chosen.setdefault("token_buckets", (chosen["max_num_batched_tokens"],))
-    with kept_programs(many_steps=many_steps):
+    made = startup.make_scheduler
+
+    def smaller(engine: EngineConfig, rules: Any) -> Scheduler:
+        return made(
+            replace(engine, num_blocks=pool or engine.num_blocks, max_num_seqs=rows or engine.max_num_seqs), rules
+        )
+
+    with kept_programs(many_steps=many_steps), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(startup, "make_scheduler", smaller)
         return Engine(model, **chosen)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from typing import Any
 
@@ -131,6 +132,16 @@ def test_no_more_than_max_unfinished_at_a_time(llm: Engine) -> None:
 
     asyncio.run(main())
     check_empty(llm)
+
+
+@pytest.mark.parametrize("freeze_gc", [True, False])
+def test_what_is_alive_is_left_out_of_collections(llm: Engine, freeze_gc: bool) -> None:
+    async def frozen() -> int:
+        async with AsyncEngine(llm, freeze_gc=freeze_gc):
+            return gc.get_freeze_count()
+
+    assert (asyncio.run(frozen()) > 10_000) == freeze_gc
+    assert gc.get_freeze_count() == 0
 
 
 def test_loops_of_several_threads(llm: Engine) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import json
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ class InterruptAt:
 
     def __init__(self, at: int) -> None:
         self.at, self.count = at, 0
-        self._before: dict[FrameType, str] = {}
+        self._checked: dict[FrameType, bool] = {}  # whether the operation before was one that CPython checks after
 
     def __enter__(self) -> InterruptAt:
         sys._getframe(1).f_trace_opcodes = True  # Python 3.12 sends opcode events only if some frame wants them
@@ -43,24 +44,36 @@ class InterruptAt:
         sys.settrace(None)
 
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        name = frame.f_code.co_filename
-        if not name.startswith(ROOT) or os.sep + "tests" + os.sep in name:
+        if not is_ours(frame.f_code):
             return None
-        frame.f_trace_opcodes = True
-        return self._opcode
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        checks, checked = checks_of(frame.f_code), self._checked
 
-    def _opcode(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "opcode":
-            here = frame.f_lasti
-            before = self._before.get(frame)  # CPython runs handlers after these only
-            self._before[frame] = dis.opname[frame.f_code.co_code[here]]
-            if before is not None and before.startswith(("CALL", "JUMP_BACKWARD", "RESUME")):
-                self.count += 1
-                if self.count == self.at:
-                    signal.raise_signal(signal.SIGINT)
-        elif event == "return":
-            self._before.pop(frame, None)
-        return self._opcode
+        def opcode(frame: FrameType, event: str, arg: Any) -> Any:
+            if event == "opcode":
+                before = checked.get(frame, False)
+                checked[frame] = checks[frame.f_lasti]
+                if before:
+                    self.count += 1
+                    if self.count == self.at:
+                        signal.raise_signal(signal.SIGINT)
+            elif event == "return":
+                checked.pop(frame, None)
+            return opcode
+
+        return opcode
+
+
+@functools.cache
+def is_ours(code: CodeType) -> bool:
+    name = code.co_filename
+    return name.startswith(ROOT) and os.sep + "tests" + os.sep not in name
+
+
+@functools.cache
+def checks_of(code: CodeType) -> list[bool]:
+    """Of each place in a function's code: whether it's an operation after which CPython runs signal handlers."""
+    return [dis.opname[byte].startswith(("CALL", "JUMP_BACKWARD", "RESUME")) for byte in code.co_code]
 
 
 @pytest.fixture(scope="module")

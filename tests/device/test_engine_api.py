@@ -12,7 +12,7 @@ import pytest
 
 import jaxvllm
 from jaxvllm import LLM, Engine, SamplingParams
-from jaxvllm.config import ConfigError
+from jaxvllm.config import ConfigError, EngineConfig
 from tests.device.support import MODEL, VOCAB, compilations, make_engine, random_prompts, sampled, tokens_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm():
-    with make_engine(num_blocks=40, max_num_seqs=3) as engine:
+    with make_engine(pool=40, rows=3) as engine:
         yield engine
         engine._scheduler.check_integrity()
         assert engine.stats()["blocks_free"] == 40
@@ -111,7 +111,7 @@ def test_end_tokens_and_stop_tokens(llm: Engine) -> None:
 
 
 def test_ten_thousand_requests_queue_and_are_aborted() -> None:
-    with make_engine(num_blocks=40, max_num_seqs=3, warmup=False) as engine:
+    with make_engine(pool=40, rows=3, warmup=False) as engine:
         ids = [engine.add_request([1, 2, i % VOCAB], GREEDY) for i in range(10_000)]
         assert engine.stats()["num_waiting"] == 10_000
         for request_id in ids[10:]:
@@ -185,6 +185,9 @@ def test_bad_configurations_name_the_field() -> None:
         ({"scheduling_policy": "magic"}, "scheduling_policy='magic'"),
         ({"attention_backend": "magic"}, "attention_backend='magic'"),
         ({"dtype": "int8"}, "dtype='int8'"),
+        ({"dtype": ["float32"]}, r"dtype=\['float32'\]"),
+        ({"block_size": np.True_}, "block_size="),
+        ({"max_num_seqs": np.int64(0)}, "max_num_seqs=0"),
         ({"max_num_batched_tokens": 2}, "max_num_batched_tokens=2 must be at least max_num_seqs=4"),
         ({"token_buckets": (8,)}, "token_buckets ends at 8"),
     )  # fmt: skip
@@ -193,10 +196,18 @@ def test_bad_configurations_name_the_field() -> None:
             make_engine(**options)
     with pytest.raises(ConfigError, match="not a directory"):
         Engine("/nonexistent/model")
+    with pytest.raises(ConfigError, match="model is a NoneType: give a checkpoint's directory"):
+        Engine(None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"hf download Qwen/Qwen3-0\.6B --local-dir Qwen3-0\.6B"):
         Engine("Qwen/Qwen3-0.6B")
     with pytest.raises(TypeError, match="blocksize"):
         make_engine(blocksize=4)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    config = EngineConfig(max_num_seqs=np.int64(8), seed=np.uint8(3), num_blocks=np.int32(7))
+    assert config == EngineConfig(max_num_seqs=8, seed=3, num_blocks=7)
+    assert all(type(getattr(config, name)) is int for name in ("max_num_seqs", "seed", "num_blocks"))
 
 
 def test_a_named_backend_that_gives_way_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

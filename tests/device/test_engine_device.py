@@ -7,9 +7,21 @@ import re
 import numpy as np
 import pytest
 
-from jaxvllm import SamplingParams
+from jaxvllm import ModelConfig, SamplingParams
 from jaxvllm.config import ConfigError
-from tests.device.support import DATA, MODEL, fill, kv_of, make_engine, poison, random_prompts, sampled, tokens_of
+from tests.device.support import (
+    DATA,
+    MODEL,
+    VOCAB,
+    fill,
+    kv_of,
+    make_engine,
+    poison,
+    random_prompts,
+    sampled,
+    tokens_of,
+    two_layers,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,10 +35,10 @@ from tests.device.support import DATA, MODEL, fill, kv_of, make_engine, poison, 
 def test_shards_give_the_tokens_of_one_device(name: str, sizes: tuple[int, ...]) -> None:
     prompts, params = random_prompts(6, high=30), sampled(6)
     prompts = [[token % 257 for token in prompt] for prompt in prompts]
-    with make_engine(DATA / name) as llm:
+    with make_engine(two_layers(name)) as llm:
         alone, scores = tokens_of(llm, prompts, params), llm.score(prompts[0] * 3)
     for size in sizes:
-        with make_engine(DATA / name, tensor_parallel_size=size) as llm:
+        with make_engine(two_layers(name), tensor_parallel_size=size) as llm:
             assert tokens_of(llm, prompts, params) == alone
             np.testing.assert_allclose(llm.score(prompts[0] * 3), scores, atol=1e-5)
             state = llm._executor.state
@@ -35,7 +47,46 @@ def test_shards_give_the_tokens_of_one_device(name: str, sizes: tuple[int, ...])
             assert state.cache.kv.addressable_shards[0].data.shape[3] == max(1, state.cache.kv.shape[3] // size)
 
 
+EIGHT_HEADS = ModelConfig(vocab_size=VOCAB, hidden_size=64, intermediate_size=160, num_hidden_layers=1,
+                          num_attention_heads=8, num_key_value_heads=8, head_dim=8, dtype="float32",
+                          max_position_embeddings=128)  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 8])
+def test_eight_heads_on_up_to_eight_devices(size: int) -> None:
+    prompts, params = random_prompts(4, high=30), sampled(4)
+    tokens = []
+    for shards in (1, size):
+        with make_engine(EIGHT_HEADS, tensor_parallel_size=shards) as llm:
+            tokens.append(tokens_of(llm, prompts, params))
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(folder.name for folder in DATA.iterdir() if folder.is_dir()))
+def test_every_recorded_model_on_every_mesh(name: str) -> None:
+    """The tokens of one device, greedy and seeded, wherever heads divide; else an error with the numbers."""
+    config = ModelConfig.from_dir(DATA / name)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    prompts, params = random_prompts(6, high=30), sampled(6)
+    prompts = [[token % config.vocab_size for token in prompt] for prompt in prompts]
+    with make_engine(DATA / name) as llm:
+        alone = tokens_of(llm, prompts, params)
+    served = []
+    for size in (2, 3, 4, 8):
+        if (kv_heads % size and (size % kv_heads or heads % size)) or config.intermediate_size % size:
+            with pytest.raises(ConfigError, match=f"tensor_parallel_size={size} must divide"):
+                make_engine(DATA / name, tensor_parallel_size=size)
+            continue
+        served.append(size)
+        with make_engine(DATA / name, tensor_parallel_size=size) as llm:
+            assert tokens_of(llm, prompts, params) == alone
+    assert served == ([2, 4] if heads == 4 else [2] if heads == 6 else [])
+
+
 def test_shards_that_do_not_divide_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=3.*num_key_value_heads=8"):
+        make_engine(EIGHT_HEADS, tensor_parallel_size=3)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3.*num_key_value_heads=2"):
         make_engine(tensor_parallel_size=3)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=16 needs that many devices, but 8"):
@@ -49,7 +100,7 @@ def test_running_ahead_changes_no_token(num_blocks: int) -> None:
     params = sampled(10, max_tokens=20)
     results, preemptions = [], []
     for steps in (0, 1, 2):
-        with make_engine(num_blocks=num_blocks, async_steps=steps, many_steps=True) as llm:
+        with make_engine(pool=num_blocks, async_steps=steps, many_steps=True) as llm:
             free_ends = [SamplingParams(temperature=p.temperature, max_tokens=20, seed=p.seed) for p in params]
             results.append([tokens_of(llm, prompts, params), tokens_of(llm, prompts, free_ends)])
             stats = llm.stats()
@@ -67,7 +118,7 @@ def test_a_seed_gives_its_tokens_alone_in_a_batch_in_another_row_and_after_a_pre
         together = tokens_of(llm, prompts, params)
         alone = [tokens_of(llm, [prompt], [one])[0] for prompt, one in zip(prompts, params, strict=True)]
         backwards = tokens_of(llm, prompts[::-1], params[::-1])[::-1]
-    with make_engine(num_blocks=14, many_steps=True) as llm:
+    with make_engine(pool=14, many_steps=True) as llm:
         crowded = tokens_of(llm, prompts, params)
         assert llm.stats()["preemptions"] > 0
     assert together == alone == backwards == crowded

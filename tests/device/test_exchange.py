@@ -5,20 +5,31 @@ from __future__ import annotations
 import ctypes
 import logging
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from jaxvllm import ModelConfig, SamplingParams
+from jaxvllm import ModelConfig
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.buckets import Bucket
+from jaxvllm.core.plan import PlanLayout
 from jaxvllm.kernels import resolve_backend
+from jaxvllm.models import dense, layers
+from jaxvllm.models.params import nest
+from jaxvllm.models.registry import family, param_table
 from jaxvllm.runtime import exchange
-from jaxvllm.runtime.mesh import make_mesh
-from tests.device.support import VOCAB, make_engine
+from jaxvllm.runtime.mesh import TP, make_mesh, spmd
+from jaxvllm.runtime.state import STATE_SPECS, state_shapes
+from jaxvllm.runtime.step import make_step
+from tests.device.test_invariant_graph import KERNELS, equations
 
+VOCAB = 332
 MODEL = ModelConfig(vocab_size=VOCAB, hidden_size=256, intermediate_size=64, num_hidden_layers=1,
                     num_attention_heads=4, num_key_value_heads=2, head_dim=64, dtype="float32",
                     max_position_embeddings=128)  # fmt: skip
@@ -92,20 +103,73 @@ def test_buffers_are_empty_and_on_every_device() -> None:
     assert sorted((addresses[:, 0] | addresses[:, 1] << np.uint64(32)).tolist()) == sorted(pointers)
 
 
+def test_one_line_says_who_adds_up(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "jaxvllm.runtime.exchange"):
+        for shards in (1, 2):
+            assert exchange.make_exchange(make_mesh(shards), MODEL, EngineConfig(dtype="bfloat16"), BACKENDS) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "all-reduce: XLA's, because the kernels need compute capability 9.0, but the platform is cpu"
+    ]
+
+
+def test_norms_that_add_up_the_shards_give_the_same_hidden_states() -> None:
+    """The forward in the form of a fused step, two shards, against one shard in the plain form."""
+    rng, tokens = np.random.default_rng(0), 6
+    table = param_table(MODEL)
+    flat = {path: rng.standard_normal(info.shape).astype("f4") * 0.1 for path, info in table.items()}
+    ids, positions = jnp.asarray(rng.integers(0, VOCAB, tokens)), jnp.arange(tokens)
+
+    def add_norm(x: Any, delta: Any, weights: Any, row: Any, turn: int) -> Any:
+        turns.append(turn)
+        return layers.add_rms_norm(x, layers.tp_sum(delta, TP), weights, row, eps=MODEL.rms_norm_eps)
+
+    def write(i: Any, qkv: Any, q_norm: Any, k_norm: Any, cos: Any, sin: Any, carry: Any) -> Any:
+        q, k, v = dense.split_qkv(qkv)
+        q, k = (layers.apply_rope(layers.rms_norm(a, norm[i], MODEL.rms_norm_eps), cos, sin)
+                for a, norm in ((q, q_norm), (k, k_norm)))  # fmt: skip
+        return q, (k, v)
+
+    def attend(i: Any, q: Any, k: Any, v: Any, carry: Any) -> Any:
+        keys, values = carry if k is None else (k, v)
+        groups = q.shape[1] // keys.shape[1]
+        scores = jnp.einsum("thd,shd->hts", q, jnp.repeat(keys, groups, 1))
+        scores = jnp.where(jnp.tri(tokens, dtype=bool), scores * MODEL.head_dim**-0.5, -jnp.inf)
+        return jnp.einsum("hts,shd->thd", jax.nn.softmax(scores), jnp.repeat(values, groups, 1)), (keys, values)
+
+    hidden = []
+    for shards, fused in ((1, None), (2, dense.Fused(add_norm, write, sums=True))):
+        mesh, turns = make_mesh(shards), []
+        specs = nest({path: P(*info.axes) for path, info in param_table(MODEL, tp=shards).items()})
+        heads = MODEL.num_key_value_heads // shards
+        carry = (jnp.zeros((tokens, heads, MODEL.head_dim)),) * 2
+        run = partial(family(MODEL).forward, config=MODEL, attend=attend, carry=carry, axis=TP, fused=fused)
+        step = spmd(lambda params, ids, at, run=run: run(params, token_ids=ids, positions=at)[0], mesh,
+                    (specs, P(), P()), P())  # fmt: skip
+        hidden.append(jax.jit(step)(nest(flat), ids, positions))
+    assert turns == [0, 1, 2]  # a layer is traced once
+    np.testing.assert_allclose(hidden[0], hidden[1], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-def test_fused_steps_of_two_shards_give_the_same_tokens(caplog: pytest.LogCaptureFixture) -> None:
-    """The step's form in which the norms add up the shards' parts; one line says by whom."""
-    prompts, tokens = [[5, 9, 2, 7, 7, 1, 30, 4, 8, 8, 3], [11, 3]], []
-    params = [SamplingParams(temperature=heat, seed=3, max_tokens=5, ignore_eos=True) for heat in (0.0, 0.9)]
-    for shards, backend in ((1, "xla"), (2, "triton_interpret")):
-        caplog.clear()
-        with caplog.at_level(logging.INFO, "jaxvllm.runtime.exchange"), make_engine(
-            MODEL, attention_backend=backend, num_blocks=8, block_size=16, max_num_seqs=2,
-            max_num_batched_tokens=16, decode_buckets=(2,), token_buckets=(16,), warmup=False,
-            enable_processors=False, tensor_parallel_size=shards,
-        ) as engine:  # fmt: skip
-            lines = [record.getMessage() for record in caplog.records if "all-reduce" in record.getMessage()]
-            assert [("XLA's" in line, "platform is cpu" in line) for line in lines] == [(True, True)] * (shards - 1)
-            tokens.append([output.token_ids for output in engine.generate(prompts, params, use_tqdm=False)])
-            assert len(jax.tree.leaves(engine._executor.params)[0].devices()) == shards
-    assert tokens[0] == tokens[1]
+@pytest.mark.parametrize(("room", "fits"), [(None, False), (8, True), (2, False)])
+def test_a_steps_sums_are_kernels_where_they_fit_and_all_reduces_elsewhere(room: int | None, fits: bool) -> None:
+    """Read from the step's jaxpr, in which a layer is traced once: two sums in it, one in the last norm."""
+    mesh, layout = make_mesh(2), PlanLayout(Bucket("decode", 4, 4), 1, 4, 8 * 64)
+    engine = EngineConfig(num_blocks=8, max_num_seqs=4, max_num_batched_tokens=4, tensor_parallel_size=2,
+                          enable_processors=False).resolve(MODEL)  # fmt: skip
+    made = None if room is None else exchange.allocate_exchange(mesh, 1024, room, 4)
+    table = param_table(MODEL, tp=2)
+    params = nest({path: jax.ShapeDtypeStruct(info.shape, jnp.float32) for path, info in table.items()})
+    specs = nest({path: P(*info.axes) for path, info in table.items()})
+    in_specs = specs, STATE_SPECS, None, P(), jax.tree.map(lambda _: P(TP), made)
+    step = spmd(make_step(layout, MODEL, BACKENDS, TP), mesh, in_specs, (STATE_SPECS, None, P()))
+    words = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+    jaxpr = jax.make_jaxpr(step)(params, state_shapes(MODEL, engine, mesh, 8), None, words, made)
+    found = list(equations(jaxpr.jaxpr))
+    sums = sum(one.primitive.name.startswith("psum") for one in found)
+    assert sums == (0 if fits else 3)
+    names = [str(one.params) for one in found if one.primitive.name in KERNELS]
+    assert sum("all_reduce_add_rms_norm" in name for name in names) == (3 if fits else 0)
+    best = sum("best_of_shards" in name for name in names)
+    assert best == (0 if room is None else 1)  # sequences always have room
+    assert any(one.primitive.name in ("pmax", "pmin") for one in found) == (room is None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,8 @@ import pytest
 
 from jaxvllm import SamplingParams
 from tests.device.processor_reference import random_params
-from tests.device.support import make_engine
+from tests.device.support import KJV, KJV_SHAPES, make_engine
 
-KJV = Path(__file__).parents[2] / "examples" / "tiny-kjv"
 VOCAB = 3072
 TEXTS = ("And the king said", "In the beginning God created", "Blessed is the man that walketh not in", "the", "Lo, ")
 
@@ -53,9 +51,7 @@ def random_prompt(rng: np.random.Generator) -> Any:
 def run(total: int, num_solos: int, seed: int, decode_buckets: tuple[int, ...]) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     started = time.perf_counter()
-    with make_engine(KJV, num_blocks=60, max_num_seqs=8, max_num_batched_tokens=48, max_model_len=120,
-                     dtype="float32", decode_buckets=decode_buckets, max_logprobs=3, enable_processors=True,
-                     scheduling_policy="running_first", many_steps=True) as llm:  # fmt: skip
+    with make_engine(KJV, scheduling_policy="running_first", decode_buckets=decode_buckets, **KJV_SHAPES) as llm:
         asked: dict[str, tuple[Any, SamplingParams]] = {}
         ended: dict[str, Any] = {}
         while len(ended) < total:

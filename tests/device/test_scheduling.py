@@ -28,8 +28,8 @@ def expected() -> list[list[int]]:
     [
         {},
         {"async_steps": 0},
-        {"enable_prefix_caching": False, "num_blocks": 30},
-        {"num_blocks": 30, "policy": "priority", "share_prefixes": True, "long_prefill_token_threshold": 8},
+        {"enable_prefix_caching": False, "pool": 30},
+        {"pool": 30, "policy": "priority", "share_prefixes": True, "long_prefill_token_threshold": 8},
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 128, "reserve_full_prompt": False},
     ],
     ids=["plain", "sync", "tight", "priority", "whole prompts"],
@@ -40,13 +40,13 @@ def test_the_same_tokens_in_mixed_steps_and_the_recording_replays(options, expec
         assert tokens_of(engine, PROMPTS, PARAMS) == expected
         stats = engine.stats()
         assert stats["mixed_steps"] > 0 and stats["decode_steps"] > 0 and stats["compiles_after_warmup"] == 0
-        assert (stats["preemptions"] > 0) == (options.get("num_blocks") == 30)
+        assert (stats["preemptions"] > 0) == (options.get("pool") == 30)
         engine._scheduler.check_integrity()
     assert replay.replay(json.loads((tmp_path / "run.json").read_text())) == []
 
 
 def test_prefill_first_records_and_replays_aborts_too(tmp_path: Path) -> None:
-    with make_engine(num_blocks=30) as engine:
+    with make_engine(pool=30) as engine:
         engine.generate([[1, 2, 3]] * 3, GREEDY, use_tqdm=False)  # the recording begins with a used pool
         with jaxvllm.record(engine, tmp_path / "run.json"):
             ids = [engine.add_request(prompt, one) for prompt, one in zip(PROMPTS, PARAMS, strict=True)]

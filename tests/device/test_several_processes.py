@@ -9,7 +9,7 @@ import pytest
 
 from jaxvllm import Engine
 from tests.device.several_processes import ROOT, SMALL, Processes, processed, serve
-from tests.device.support import make_engine
+from tests.device.support import MODEL, make_engine
 
 
 def plain(value: Any) -> Any:
@@ -17,7 +17,7 @@ def plain(value: Any) -> Any:
 
 
 def test_two_processes_serve_what_one_does() -> None:
-    with Processes("run", serve="serve") as processes:
+    with Processes("run", serve="serve", model=str(MODEL)) as processes:
         with make_engine(tensor_parallel_size=2, **SMALL) as engine:  # while they start
             expected = serve(engine)
         stats = expected["stats"]

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from jaxvllm import Engine, RequestOutputKind, SamplingParams, record, replay
-from tests.device.support import make_engine
+from tests.device.support import KJV, KJV_SHAPES, make_engine
 
-KJV = Path(__file__).parents[2] / "examples" / "tiny-kjv"
 PROMPT = "And it came to pass, that"
 END = 0
 TEMPLATE = (
@@ -25,7 +24,7 @@ TEMPLATE = (
 
 
 def small(path: Path = KJV, **options: Any) -> Engine:
-    return make_engine(path, num_blocks=64, warmup=False, enable_processors=True, many_steps=True, **options)
+    return make_engine(path, warmup=False, **(KJV_SHAPES | options))
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory):
     with small(folder) as engine:
         yield engine
         engine._scheduler.check_integrity()
-        assert engine.stats()["blocks_free"] == 64 and not engine._tracked and not engine._completions
+        assert engine.stats()["blocks_free"] == 60 and not engine._tracked and not engine._completions
 
 
 def greedy(**changes: Any) -> SamplingParams:
@@ -152,9 +151,9 @@ def test_step_gives_deltas_and_final_outputs(llm: Engine) -> None:
 def test_a_closed_stream_frees_its_blocks(llm: Engine) -> None:
     stream = llm.stream(PROMPT, greedy(n=1, max_tokens=60))
     next(stream)
-    assert llm.stats()["blocks_free"] < 64
+    assert llm.stats()["blocks_free"] < 60
     stream.close()  # type: ignore[attr-defined]
-    assert llm.stats()["blocks_free"] == 64 and not llm.has_unfinished_requests()
+    assert llm.stats()["blocks_free"] == 60 and not llm.has_unfinished_requests()
     with pytest.raises(ValueError, match="prompt is empty"):
         llm.stream([])
 

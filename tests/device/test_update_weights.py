@@ -14,11 +14,11 @@ from jaxvllm.config import ConfigError
 from jaxvllm.convert import load_params
 from jaxvllm.models import params as tables
 from jaxvllm.models import qwen3
-from tests.device.support import DATA, make_engine
+from tests.device.support import make_engine, two_layers
 from tests.kept_programs import kept_programs
 
-OTHER = DATA / "untied_sharded_index"
-MQA = DATA / "mqa_one_kv_head_odd_vocab"
+OTHER = two_layers("untied_sharded_index")
+MQA = two_layers("mqa_one_kv_head_odd_vocab")
 PROMPT = list(range(3, 40))
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

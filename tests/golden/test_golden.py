@@ -31,6 +31,7 @@ CASES = [(name, size) for size in (16, 4, 64) for name in NAMES if name in QWEN3
 CHUNKED = [case for case in CASES if case[1] == 16]
 SMALL_BLOCKS = [case for case in CASES if case[1] < 64]  # no pool of larger ones preempts
 LOGPROB_TOLERANCE = 1e-4
+MODEL_LEN = 176  # the longest recorded prompt and its tokens: 174
 NAMED = "{0[0]}-{0[1]}".format  # a case
 
 
@@ -46,7 +47,7 @@ def greedy(case: dict) -> SamplingParams:
 
 def engine(name: str, block_size: int, **options: object) -> Engine:
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 192, "decode_buckets": (4,), "token_buckets": (192,),
-                "max_model_len": 256, "num_blocks": 512 // block_size, "enable_processors": False}  # fmt: skip
+                "max_model_len": MODEL_LEN, "num_blocks": 512 // block_size, "enable_processors": False}  # fmt: skip
     with kept_programs(many_steps=block_size == 16):  # chunks of five tokens
         return Engine(DATA / name, block_size=block_size, **(defaults | options))  # type: ignore[arg-type]
 
@@ -129,7 +130,7 @@ def smallest_preempting_pool(cases: list[dict], block_size: int) -> int:
     longest = max(len(case["prompt"]) + len(case["greedy"]) - 1 for case in cases)
     for num_blocks in range(-(-longest // block_size), 1000):
         scheduler = Scheduler(block_size=block_size, num_blocks=num_blocks, max_num_seqs=4,
-                              max_num_batched_tokens=192, max_model_len=256, max_running=4)  # fmt: skip
+                              max_num_batched_tokens=192, max_model_len=MODEL_LEN, max_running=4)  # fmt: skip
         for i, case in enumerate(cases):
             scheduler.add(Request.create(str(i), i, case["prompt"], greedy(case), model_eos=(), engine_seed=0))
         while scheduler.has_unfinished():

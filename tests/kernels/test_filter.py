@@ -15,6 +15,12 @@ GPU = pytest.mark.gpu
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 
+@jax.jit
+def filter_threshold(*arguments: jax.Array) -> jax.Array:
+    """One program for all tests of a shape."""
+    return kernels.filter_threshold(*arguments, backend=backend())
+
+
 def rows_of(kind: str, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
     """Logits [rows, size] float32 of one kind."""
     x = rng.normal(size=(rows, size)).astype(np.float32) * 4
@@ -72,7 +78,7 @@ def test_kept_sets(kind: str, size: int) -> None:
     temperatures = np.resize(np.array([0.6, 1, 0, 3, 1e-3], np.float32), len(x))
     k, p, m = (np.resize(np.array(column), len(x)) for column in zip(*WISHES, strict=True))
     arguments = x, temperatures, k.astype(np.int32), p.astype(np.float32), m.astype(np.float32)
-    lows = jax.jit(lambda *a: kernels.filter_threshold(*a, backend=backend()))(*arguments)
+    lows = filter_threshold(*arguments)
     lows, sure = np.asarray(lows), 0
     for row, logits in enumerate(x):
         temperature, share = float(temperatures[row]), float(np.float32(p[row]))
@@ -87,9 +93,8 @@ def test_a_row_is_not_its_neighbours_business() -> None:
     x = rows_of("normal", rng, 6, 5000)
     temperatures, p, m = (np.full(6, number, np.float32) for number in (0.7, 0.9, -np.inf))
     arguments = x, temperatures, np.array([0, 50, 0, 7, 50, 0], np.int32), p, m
-    run = jax.jit(lambda *a: kernels.filter_threshold(*a, backend=backend()))
-    together = x >= np.asarray(run(*arguments))[:, None]
-    alone = [x[i] >= np.asarray(run(*(column[i : i + 1] for column in arguments)))[0] for i in range(6)]
+    together = x >= np.asarray(filter_threshold(*arguments))[:, None]
+    alone = [x[i] >= np.asarray(filter_threshold(*(column[i : i + 1] for column in arguments)))[0] for i in range(6)]
     np.testing.assert_array_equal(together, alone)
 
 
@@ -99,7 +104,7 @@ def test_the_highest_temperatures_and_what_is_left_out() -> None:
     x[2:, ::2] = -np.inf
     temperatures = np.array([1.2e38, 3.4e38, 1.3e38, 1e37], np.float32)
     wishes = np.zeros(4, np.int32), np.full(4, 0.5, np.float32), np.full(4, -np.inf, np.float32)
-    lows = jax.jit(lambda *a: kernels.filter_threshold(*a, backend=backend()))(x, temperatures, *wishes)
+    lows = filter_threshold(x, temperatures, *wishes)
     assert (x >= np.asarray(lows)[:, None]).sum(axis=1).tolist() == [4, 4, 2, 2]
 
 

@@ -14,7 +14,7 @@ def test_the_examples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(ROOT)
     assert len(examples) == 3
-    with kept_programs(many_steps=True):  # the three make engines of the same shapes
+    with kept_programs():  # the three make engines of the same shapes
         for example in examples:
             exec(compile(example, "README.md", "exec"), {})
     lines = capsys.readouterr().out
