@@ -59,8 +59,7 @@ def float_sums(jaxpr: Any, sizes: Collection[int] = ()) -> Counter[str]:
         name = equation.primitive.name
         floats = any(jnp.issubdtype(var.aval.dtype, jnp.floating) for var in equation.invars)
         compares = name == "reduce" and all(inner.primitive.name != "add" for inner in equation.params["jaxpr"].eqns)
-        shapes = {extent for var in (*equation.invars, *equation.outvars) for extent in var.aval.shape}
-        if name in SUMS and floats and not compares and (not sizes or shapes & set(sizes)):
+        if name in SUMS and floats and not compares and (not sizes or extents(equation) & set(sizes)):
             found[name] += 1
     return found
 
@@ -69,9 +68,15 @@ def words(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def elementwise(jaxpr: Any) -> Counter[str]:
+def elementwise(jaxpr: Any, sizes: Collection[int] = ()) -> Counter[str]:
     """How often each function of single floats is left to XLA."""
-    return Counter(equation.primitive.name for equation in equations(jaxpr) if equation.primitive.name in FUNCTIONS)
+    found = (equation for equation in equations(jaxpr) if not sizes or extents(equation) & set(sizes))
+    return Counter(equation.primitive.name for equation in found if equation.primitive.name in FUNCTIONS)
+
+
+def extents(equation: Any) -> set[int]:
+    """Of all axes of what goes in and comes out."""
+    return {extent for var in (*equation.invars, *equation.outvars) for extent in var.aval.shape}
 
 
 def sums_of_steps(architecture: str, backend: str, tp: int, *, invariant: bool, buckets: Sequence[Bucket] = BUCKETS,
@@ -127,11 +132,15 @@ def test_the_default_has_them() -> None:
 
 
 def test_elsewhere_every_sum_is_of_one_row() -> None:
-    """In plain jax: the extents of the steps, found in no other axis of this model, are in no sum's shapes."""
-    tokens, seqs = 192, 24
+    """In plain jax: the extents of the steps, which no other axis of this model has, are in no sum's shapes, nor in
+    those of functions that XLA fuses."""
+    tokens, seqs = sizes = 192, 24
     buckets = Bucket("decode", seqs, seqs), Bucket("ragged", tokens, seqs)
-    sums = partial(sums_of_steps, "Qwen3ForCausalLM", "xla", 1, buckets=buckets,
-                   count=partial(float_sums, sizes=(tokens, seqs)))  # fmt: skip
+
+    def both(jaxpr: Any) -> Counter[str]:
+        return float_sums(jaxpr, sizes) + elementwise(jaxpr, sizes)
+
+    sums = partial(sums_of_steps, "Qwen3ForCausalLM", "xla", 1, buckets=buckets, count=both)
     assert sums(invariant=True) == [Counter()] * 6
     assert all(found.total() > 0 for found in sums(invariant=False)[::2])  # the steps themselves, and scores
 
