@@ -25,11 +25,9 @@ def test_padded_ids_have_no_share_in_log_probabilities() -> None:
     assert logits[:, VOCAB:].min() > logits[:, :VOCAB].max()
     exact = logits[:, :VOCAB] - np.log(np.exp(logits[:, :VOCAB]).sum(axis=1, keepdims=True))
 
-    def both(*args: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        return (
-            token_logprobs(*args, vocab_size=VOCAB, axis=TP),
-            prompt_logprobs(*args, TOP, vocab_size=VOCAB, axis=TP),
-        )
+    def both(table: jax.Array, hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        scores = token_logprobs(table, hidden, targets, vocab_size=VOCAB, axis=TP)
+        return scores, prompt_logprobs(table, hidden, targets, TOP, vocab_size=VOCAB, axis=TP)
 
     mapped = spmd(both, make_mesh(SHARDS), (P(TP, None), P(), P()), (P(), (P(), P())))
     scores, (numbers, ids) = jax.tree.map(np.asarray, jax.jit(mapped)(table, hidden, targets))

@@ -166,8 +166,8 @@ def test_gumbel_argmax_at_both_ends_of_the_generator() -> None:
     logits = np.full((2, 2048), -np.inf, np.float32)
     logits[[0, 1], tokens] = 0
     keys, positions = np.array([[seed, 0] for seed in seeds], np.uint32), np.zeros(2, np.int32)
-    function = jax.jit(lambda *args: kernels.gumbel_argmax(*args, 0, vocab_size=2048, backend=backend()))
-    values, ids = function(logits, np.ones(2, np.float32), keys, positions)
+    function = jax.jit(lambda *args: kernels.gumbel_argmax(*args, vocab_size=2048, backend=backend()))
+    values, ids = function(logits, np.ones(2, np.float32), keys, positions, np.int32(0))
     assert ids.tolist() == tokens
     exact = -np.log(-np.log1p(-(random_words + 0.5) / 2**32))
     np.testing.assert_allclose(values, exact, atol=0.2)  # the upper end is kept 2^-24 away from 1
