@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 
-from jaxvllm.detokenizer import REPLACEMENT, byte_alphabet
+from jaxvllm.detokenizer import REPLACEMENT, WindowDetokenizer, byte_alphabet
+from jaxvllm.inputs import Prompt
+from jaxvllm.sampling_params import SamplingParams
 from jaxvllm.tokenizer import Tokenizer
+from jaxvllm.tracked import Tracked
 from tests.api import tokenizers_for_tests as make
 
 BYTE_LEVEL = Tokenizer(make.byte_level(), Path())
@@ -27,7 +32,7 @@ def deltas(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None
 
 
 def test_alphabet_is_that_of_tokenizers() -> None:
-    from tokenizers import decoders, pre_tokenizers
+    from tokenizers import pre_tokenizers
 
     assert set(byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
     ascii_and_space = {character: byte for character, byte in byte_alphabet().items() if byte < 128}
@@ -57,6 +62,17 @@ def test_an_emoji_of_four_tokens_comes_with_its_last() -> None:
     assert deltas(BYTE_LEVEL, ids) == ["", "", "", "👍", ""]
 
 
+def test_an_emoji_of_four_tokens_comes_with_its_last_from_any_other_decoder() -> None:
+    """A decoder that is neither plain byte-level nor has byte fallback: only the text says that more must come."""
+    backend = make.byte_level()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    tokenizer = Tokenizer(backend, Path())
+    assert isinstance(tokenizer.detokenizer(), WindowDetokenizer)
+    ids = tokenizer.encode("a👍b")
+    assert len(ids) == 6
+    assert deltas(tokenizer, ids) == ["a", "", "", "", "👍", "b", ""]
+
+
 @pytest.mark.parametrize("tokenizer", ALL[:2])
 def test_a_prompt_that_ends_inside_a_character(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the cat 👍 sat")
@@ -64,6 +80,21 @@ def test_a_prompt_that_ends_inside_a_character(tokenizer: Tokenizer) -> None:
     start = next(n for n in range(len(ids)) if tokenizer.decode(ids[:n]).endswith(REPLACEMENT))
     for inside in range(start, start + 3):
         assert "".join(deltas(tokenizer, ids[inside:], ids[:inside])) == whole[whole.index("👍") :]
+
+
+def test_the_text_of_a_request_goes_on_where_its_prompt_ended() -> None:
+    """Case 19, as an engine asks for it: the prompt ends inside a character that the first outputs complete."""
+    ids = BYTE_LEVEL.encode("the 👍 cat")
+    inside = next(n for n in range(len(ids)) if BYTE_LEVEL.decode(ids[:n]).endswith(REPLACEMENT))
+    prompt = Prompt(None, np.array(ids[:inside], np.int32))
+    text = Tracked("0", prompt, SamplingParams(), BYTE_LEVEL, online=True).new_text()
+    assert text is not None
+    shown = []
+    for token in ids[inside:]:
+        text.push([token])
+        shown.append(text.shown)
+    assert shown[-1] == "👍 cat"
+    assert not any(REPLACEMENT in one for one in shown)
 
 
 @pytest.mark.parametrize("tokenizer", ALL)

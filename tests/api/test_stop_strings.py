@@ -66,6 +66,12 @@ def test_a_stop_string_inside_the_beginning_of_another() -> None:
     assert run(["abab", "c"], ["ababc", "abc"], False)[:2] == ("", "ababc")
 
 
+def test_the_beginning_of_any_of_them_is_held_back() -> None:
+    for stop in (["yz", "abcd"], ["abcd", "yz"]):
+        assert run(["xa", "b", "c", "d"], stop, False) == ("x", "abcd", ["x", "x", "x", "x"])
+        assert run(["xa", "b", "y", "b"], stop, False) == ("xabyb", None, ["x", "x", "xab", "xabyb"])
+
+
 def test_texts_before_min_tokens_do_not_end_it() -> None:
     text = CompletionText(Pieces(["a", "b", "ab"]), ["ab"])
     assert text.push([0, 1], may_stop=False) is None

@@ -293,6 +293,19 @@ def test_after_a_preemption_nobody_is_admitted_in_that_step():
     assert newcomer not in step.requests
 
 
+def test_after_a_preemption_the_victim_does_not_come_back_in_that_step():
+    """抢占后本轮: not even where a first chunk is room enough, of which there is some left."""
+    options = {"block_size": 4, "num_blocks": 6, "max_num_batched_tokens": 32, "enable_prefix_caching": False}
+    loop = loop_of(rules={"reserve_full_prompt": False}, **options)
+    a, b = add(loop, make_request(0, [1] * 8), make_request(1, [2] * 16))
+    loop.step()
+    loop.scheduler.max_num_batched_tokens = 8  # a chunk of two blocks
+    step = loop.step()
+    assert step is not None
+    assert (step.requests, step.preempted) == ([a], [b])
+    assert loop.scheduler.pool.num_free == 3
+
+
 def test_where_max_num_seqs_is_checked():
     """max_num_seqs 检查位置: it bounds a step of prefill_first, the running set of running_first."""
     largest = {}

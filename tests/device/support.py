@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +112,29 @@ def kv_of(llm: Engine) -> np.ndarray:
 
 def poison(llm: Engine) -> None:
     """Fills the whole cache with NaN, as if nothing had ever been written."""
+    fill(llm, np.full(kv_of(llm).shape, np.nan), np.asarray(llm._executor.state.last_tokens))
+
+
+def fill(llm: Engine, kv: np.ndarray, last_tokens: np.ndarray) -> None:
+    """Replaces the whole cache, and each row's last token."""
     executor = llm._executor
-    kv = executor.state.cache.kv
-    bad = jax.device_put(np.full(kv.shape, np.nan, kv.dtype), kv.sharding)
-    executor.state = executor.state.replace(cache=executor.state.cache.replace(kv=bad))
+    state = executor.state
+    old = state.cache.kv, state.last_tokens
+    new = [jax.device_put(np.array(x, o.dtype), o.sharding) for x, o in zip((kv, last_tokens), old, strict=True)]
+    executor.state = state.replace(cache=state.cache.replace(kv=new[0]), last_tokens=new[1])
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[float]]:
+    """The seconds of everything that jax compiles meanwhile, by its own account: an engine counts only its steps."""
+    found: list[float] = []
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

@@ -190,6 +190,7 @@ def test_an_id_taken_again_gets_no_news_of_its_former_owner() -> None:
             engine.step()
         engine.abort_request("a")
         assert any(output.finished for output in engine.step())
+        assert [output.request_id for output in engine.step()] == ["other"]  # a late token finds nobody
         engine.add_request([7] * 40, forever, request_id="a")
         for _ in range(6):
             assert all(output.token_ids for output in engine.step())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 import jaxvllm
 from jaxvllm import LLM, Engine, SamplingParams
 from jaxvllm.config import ConfigError, EngineConfig
-from tests.device.support import MODEL, VOCAB, make_engine, random_prompts, sampled, tokens_of
+from tests.device.support import MODEL, VOCAB, compilations, make_engine, random_prompts, sampled, tokens_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
@@ -60,6 +61,7 @@ def test_every_way_to_write_a_prompt(llm: Engine) -> None:
         ([[2**70]], r"prompts\[0\]"),
         ([[1] * 200], "max_model_len=128"),
         ([[1] * 128], "max_model_len=128"),
+        ([[1, 2], [1] * 128], "max_model_len=128"),  # the first one was queued already
     ],
 )
 def test_bad_prompts_are_named_and_nothing_stays_behind(llm: Engine, prompts: object, message: str) -> None:
@@ -233,12 +235,17 @@ def test_closed_engines_say_so_and_llm_is_an_alias() -> None:
 
 
 def test_every_mix_around_a_bucket_size_compiles_nothing() -> None:
-    with make_engine(MODEL, max_num_seqs=5, decode_buckets=(2, 5), token_buckets=(16, 64)) as engine:
+    with compilations() as made:
+        jax.jit(lambda x: x + 17)(3)
+    assert made  # it would see one
+    options: dict[str, Any] = {"max_num_seqs": 5, "decode_buckets": (2, 5), "token_buckets": (16, 64)}
+    with make_engine(MODEL, **options) as engine, compilations() as made:
         for count in (1, 2, 3, 4, 5, 6):
             for length in (1, 3, 8, 15, 16, 17):
                 prompts = random_prompts(count, seed=count, low=length, high=length + 1)
                 tokens_of(engine, prompts, sampled(count, max_tokens=3))
         assert engine.stats()["compiles_after_warmup"] == 0 and engine.stats()["compiles"] == 4
+        assert made == []
 
 
 def test_stop_ids_outside_the_vocabulary_are_refused(llm: Engine) -> None:

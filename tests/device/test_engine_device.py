@@ -13,6 +13,7 @@ from tests.device.support import (
     DATA,
     MODEL,
     VOCAB,
+    fill,
     kv_of,
     make_engine,
     poison,
@@ -148,20 +149,24 @@ def test_unwritten_slots_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_padding_changes_no_live_block() -> None:
-    """Empty plans, and steps of one request in wide buckets, leave every other block bit-identical."""
+    """Case 12: empty plans change nothing in the cache nor any row's token, and steps of one request in wide buckets
+    nothing but the blocks that it holds."""
     with make_engine(many_steps=True) as llm:
-        tokens_of(llm, random_prompts(4, seed=8), sampled(4))
-        before = kv_of(llm).copy()
+        before, tokens = np.random.default_rng(8).normal(size=kv_of(llm).shape).astype(np.float32), np.arange(9, 13)
+        fill(llm, before, tokens)
         for bucket in llm.buckets.all:
             llm._executor.dispatch(bucket, llm._executor.layout(bucket).empty())
         assert (kv_of(llm) == before).all()
+        assert (np.asarray(llm._executor.state.last_tokens) == tokens).all()
         llm.add_request([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
-        llm.step()
-        held = set(llm._scheduler.rows.block_tables[0, :1].tolist())
+        held: set[int] = set()
         while llm.has_unfinished_requests():
             llm.step()
+            for request in llm._scheduler.requests.values():
+                held |= set(request.block_table)
         changed = np.flatnonzero((kv_of(llm) != before).any(axis=(0, 1, 3, 4, 5)))
-        assert len(changed) and set(changed.tolist()) <= held | set(range(96)) and len(changed) <= 2
+        assert set(changed.tolist()) == held and len(held) == 2  # five computed tokens, blocks of four
+        assert (np.asarray(llm._executor.state.last_tokens)[1:] == tokens[1:]).all()  # the request had row 0
 
 
 def test_no_copy_of_the_cache_in_the_compiled_text() -> None:

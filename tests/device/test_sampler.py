@@ -136,10 +136,23 @@ def test_greedy_takes_the_lowest_of_equal_ids_and_ignores_noise() -> None:
 def test_every_temperature_gives_a_token(temperature: float) -> None:
     logits = np.array([-1e30, 40.0, 39.0, -np.inf])
     tokens = draw(logits, temperature, positions=range(40))
-    assert tokens <= {0, 1, 2, 3}
+    assert tokens <= {0, 1, 2}  # never one without any probability
     if temperature <= 1e-4:
         assert tokens == {1}
     assert draw(np.array([np.nan, 1.0, np.nan]), temperature) == {1}
+
+
+def test_the_highest_temperature_draws_evenly() -> None:
+    """Scaled noise that overflowed would give the lowest id more than its share."""
+    from scipy import stats
+
+    draws = 6000
+    logits = jnp.broadcast_to(jnp.array([0.0, 5.0, -5.0, -jnp.inf]), (draws, 4))
+    keys, positions = jnp.full((draws, 2), 3, jnp.uint32), jnp.arange(draws, dtype=jnp.int32)
+    tokens = sample(logits, jnp.full(draws, 3e38, jnp.float32), keys, positions, vocab_size=4)
+    counts = np.bincount(np.asarray(tokens), minlength=4)
+    assert counts[3] == 0
+    assert stats.chisquare(counts[:3]).pvalue > 1e-3
 
 
 def test_padded_ids_are_never_sampled() -> None:

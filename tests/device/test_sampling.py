@@ -22,7 +22,7 @@ from jaxvllm import Engine, SamplingParams
 from jaxvllm.kernels.noise import gumbel_noise
 from tests.convert.families import logits
 from tests.device.processor_reference import allowed_and_penalised, filtered, probabilities, random_params
-from tests.device.support import MODEL, VOCAB, make_engine, random_prompts
+from tests.device.support import MODEL, VOCAB, compilations, make_engine, random_prompts
 
 CONFIG = json.loads((MODEL / "config.json").read_text())
 TENSORS = load_file(MODEL / "model.safetensors")
@@ -221,12 +221,13 @@ def test_every_mix_of_processors_compiles_nothing(llm: Engine) -> None:
     kinds: list[dict[str, Any]] = [
         {"temperature": 0}, {}, {"top_p": 0.9}, {"logprobs": 2}, {"frequency_penalty": 0.5, "min_tokens": 1},
     ]  # fmt: skip
-    for count in (1, 3, 4, 5):
-        for length in (63, 64, 65):
-            prompts = random_prompts(count, seed=count, low=length, high=length + 1)
-            params = [SamplingParams(max_tokens=3, **kinds[(count + length + i) % 5]) for i in range(count)]
-            llm.generate(prompts, params, use_tqdm=False)
-    assert llm.stats()["compiles_after_warmup"] == 0
+    with compilations() as made:
+        for count in (1, 3, 4, 5):
+            for length in (63, 64, 65):
+                prompts = random_prompts(count, seed=count, low=length, high=length + 1)
+                params = [SamplingParams(max_tokens=3, **kinds[(count + length + i) % 5]) for i in range(count)]
+                llm.generate(prompts, params, use_tqdm=False)
+    assert made == [] and llm.stats()["compiles_after_warmup"] == 0
 
 
 @pytest.mark.parametrize(

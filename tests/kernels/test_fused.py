@@ -159,6 +159,22 @@ def test_gumbel_argmax_of_a_row_of_nothing_is_its_first_id() -> None:
     assert kernels.gumbel_argmax(*arguments, 8, vocab_size=48, backend=backend())[1].tolist() == [8]
 
 
+def test_gumbel_argmax_at_both_ends_of_the_generator() -> None:
+    """Case 15. A search found these seeds: at position 0 the token's random word is 0, or rounds to 2^32. The noise is
+    finite all the same, so that the only token that may come does come."""
+    seeds, tokens, random_words = [1_343_428, 89_872], [1536, 1932], np.array([0, 0xFFFFFFF0], np.float64)
+    logits = np.full((2, 2048), -np.inf, np.float32)
+    logits[[0, 1], tokens] = 0
+    keys, positions = np.array([[seed, 0] for seed in seeds], np.uint32), np.zeros(2, np.int32)
+    function = jax.jit(lambda *args: kernels.gumbel_argmax(*args, vocab_size=2048, backend=backend()))
+    values, ids = function(logits, np.ones(2, np.float32), keys, positions, np.int32(0))
+    assert ids.tolist() == tokens
+    exact = -np.log(-np.log1p(-(random_words + 0.5) / 2**32))
+    np.testing.assert_allclose(values, exact, atol=0.2)  # the upper end is kept 2^-24 away from 1
+    plain = jax.jit(gumbel_noise)(keys, positions, np.array(tokens, np.int32))
+    np.testing.assert_allclose(np.diagonal(plain), exact, atol=0.2)
+
+
 def test_gumbel_argmax_lowers() -> None:
     shapes = ((256, 151_936), jnp.float32), ((256,), jnp.float32), ((256, 2), jnp.uint32), ((256,), jnp.int32)
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in (*shapes, ((), jnp.int32))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxvllm import kernels
+from jaxvllm.kernels import prefill_mosaic, prefill_triton
 from tests.kernels.test_fused import backend, draw
 from tests.kernels.test_lowering import DEVICES, MOSAIC_CALL, TRITON_CALL, cuda_text
 
@@ -186,3 +188,13 @@ def test_decode_rows_lower_as_a_ragged_step(batch: int) -> None:
             arguments,
         )
         assert text.count(call) == 1
+
+
+@pytest.mark.parametrize("module", [prefill_triton, prefill_mosaic], ids=["triton", "mosaic"])
+def test_every_tile_goes_through_the_masked_code(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a query's place decides which of two programs it meets. Interpreted, both give the same bits: asked here."""
+    configs: list[Any] = []
+    monkeypatch.setattr(module, "ragged_attention", lambda *_, config=None, **__: configs.append(config))
+    q, kv = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 4, 64), (1, 2, 24, 2, 64, 64)))
+    module.invariant_attention(q, kv, query_tile=64, interpret=True)
+    assert [config is not None and config.mask_all for config in configs] == [True]
