@@ -205,7 +205,8 @@ def test_bad_configurations_name_the_field() -> None:
 
 
 def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
-    config = EngineConfig(max_num_seqs=np.int64(8), seed=np.uint8(3), num_blocks=np.int32(7))
+    numbers: dict[str, Any] = {"max_num_seqs": np.int64(8), "seed": np.uint8(3), "num_blocks": np.int32(7)}
+    config = EngineConfig(**numbers)
     assert config == EngineConfig(max_num_seqs=8, seed=3, num_blocks=7)
     assert all(type(getattr(config, name)) is int for name in ("max_num_seqs", "seed", "num_blocks"))
 
