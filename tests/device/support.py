@@ -58,6 +58,11 @@ def two_layers(name: str) -> Path:
 
 
 MODEL = two_layers("tied_head_dim_differs")
+# For tests of what surrounds a step: its one layer is compiled soonest.
+ONE_LAYER: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "dtype": "float32", "max_position_embeddings": 128,
+}  # fmt: skip
 
 
 def make_engine(model: Path | ModelConfig = MODEL, *, many_steps: bool = False, pool: int | None = None,

@@ -12,7 +12,7 @@ from jaxvllm.config import ConfigError
 from tests.device.support import (
     DATA,
     MODEL,
-    VOCAB,
+    ONE_LAYER,
     fill,
     kv_of,
     make_engine,
@@ -47,14 +47,12 @@ def test_shards_give_the_tokens_of_one_device(name: str, sizes: tuple[int, ...])
             assert state.cache.kv.addressable_shards[0].data.shape[3] == max(1, state.cache.kv.shape[3] // size)
 
 
-EIGHT_HEADS = ModelConfig(vocab_size=VOCAB, hidden_size=64, intermediate_size=160, num_hidden_layers=1,
-                          num_attention_heads=8, num_key_value_heads=8, head_dim=8, dtype="float32",
-                          max_position_embeddings=128)  # fmt: skip
+EIGHT_HEADS = ModelConfig(**ONE_LAYER | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8})
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 8])
 def test_eight_heads_on_up_to_eight_devices(size: int) -> None:
-    prompts, params = random_prompts(4, high=30), sampled(4)
+    prompts, params = random_prompts(3, high=30), sampled(3, max_tokens=6)
     tokens = []
     for shards in (1, size):
         with make_engine(EIGHT_HEADS, tensor_parallel_size=shards) as llm:

@@ -13,9 +13,10 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxvllm import Engine, ModelConfig
 from jaxvllm.config import ConfigError
 from jaxvllm.runtime.executor import queue_of
-from tests.device.support import MODEL, make_engine, random_prompts, sampled, tokens_of
+from tests.device.support import MODEL, ONE_LAYER, make_engine, random_prompts, sampled, tokens_of
 
-PROMPTS, WISHES = random_prompts(10, seed=3), sampled(10)
+SMALL = ModelConfig(**ONE_LAYER)
+PROMPTS, WISHES = random_prompts(7, seed=3), sampled(7, max_tokens=8)
 
 
 def mesh_of(first: int, last: int) -> Mesh:
@@ -34,11 +35,11 @@ def devices_of(engine: Engine) -> set[Any]:
 
 
 def test_two_replicas_give_one_engines_tokens_and_stay_on_their_devices() -> None:
-    with make_engine(tensor_parallel_size=2) as alone:
+    with make_engine(SMALL, tensor_parallel_size=2) as alone:
         expected = tokens_of(alone, PROMPTS, WISHES)
         assert devices_of(alone) == set(jax.devices()[:2])
     before = {id(array) for array in jax.live_arrays()}
-    with make_engine(mesh=mesh_of(0, 2)) as one, make_engine(mesh=mesh_of(2, 4)) as two:
+    with make_engine(SMALL, mesh=mesh_of(0, 2)) as one, make_engine(SMALL, mesh=mesh_of(2, 4)) as two:
         engines = {one: set(jax.devices()[:2]), two: set(jax.devices()[2:4])}
         for engine, devices in engines.items():
             assert engine.config.tensor_parallel_size == 2
@@ -73,7 +74,7 @@ def test_two_replicas_give_one_engines_tokens_and_stay_on_their_devices() -> Non
 @pytest.mark.parametrize("shards", [1, 2])
 def test_steps_over_several_devices_come_in_one_order_on_all_of_them(shards: int) -> None:
     """The order's locks are held while a step is dispatched, and by nobody else: two engines in threads share them."""
-    with make_engine(tensor_parallel_size=shards) as engine:
+    with make_engine(SMALL, tensor_parallel_size=shards) as engine:
         executor, held = engine._executor, []
         queues = [queue_of(device) for device in jax.devices()]
         for bucket, compiled in list(executor._steps.items()):

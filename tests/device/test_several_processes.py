@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from jaxvllm import Engine
+from jaxvllm import Engine, ModelConfig
 from tests.device.several_processes import ROOT, SMALL, Processes, processed, serve
-from tests.device.support import MODEL, make_engine
+from tests.device.support import ONE_LAYER, make_engine
 
 
 def plain(value: Any) -> Any:
@@ -17,8 +17,8 @@ def plain(value: Any) -> Any:
 
 
 def test_two_processes_serve_what_one_does() -> None:
-    with Processes("run", serve="serve", model=str(MODEL)) as processes:
-        with make_engine(tensor_parallel_size=2, **SMALL) as engine:  # while they start
+    with Processes("run", serve="serve", model=ONE_LAYER) as processes:
+        with make_engine(ModelConfig(**ONE_LAYER), tensor_parallel_size=2, **SMALL) as engine:  # while they start
             expected = serve(engine)
         stats = expected["stats"]
         assert stats["preemptions"] > 0 and stats["prefix_hit_tokens"] > 0 and stats["aborted_requests"] >= 4
