@@ -33,7 +33,7 @@ from jaxvllm.interrupts import deferred_interrupts
 from jaxvllm.outputs import RequestOutput
 from jaxvllm.processing import Processing
 from jaxvllm.progress import Progress
-from jaxvllm.recordable import Recordable
+from jaxvllm.recordable import Recordable, record_path
 from jaxvllm.runtime.executor import StepHandle
 from jaxvllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.tokenizer import Tokenizer
@@ -105,6 +105,7 @@ class Engine(Conveniences, Trainable, Bookkeeping, Followable, Recordable):
             enable_processors=enable_processors, max_logprobs=max_logprobs, logprobs_mode=logprobs_mode,
             generation_config=generation_config, warmup=warmup,
         )  # fmt: skip
+        self._record_path = record_path(record)
         given = model if isinstance(model, startup.GivenModel) else None
         path = None if given or isinstance(model, ModelConfig) else startup.checkpoint_path(model)
         self.model_config = cast(ModelConfig, given.config if given else ModelConfig.from_dir(path) if path else model)
@@ -132,7 +133,6 @@ class Engine(Conveniences, Trainable, Bookkeeping, Followable, Recordable):
         self._completions: dict[str, Completion] = {}
         self._num_requests = self._num_watched = 0
         self._closed = ""
-        self._record_path = record
         if record is not None and not self._group.follows:
             self.start_recording()
         self._lock = threading.RLock()  # one caller at a time: other threads wait
@@ -225,12 +225,13 @@ class Engine(Conveniences, Trainable, Bookkeeping, Followable, Recordable):
     def close(self) -> None:
         """Gives the device memory back; any later call raises RuntimeError."""
         with self._lock, deferred_interrupts():
-            if self._record_path is not None and self._recorder is not None and not self._closed:
-                self._recorder.write(self._record_path)
-            self._closed = self._closed or "the engine is closed"  # an earlier error stays the reason
-            self._in_flight.clear()
-            self._say_end()
-            self._executor.close()
+            try:
+                self._write_recording()
+            finally:
+                self._closed = self._closed or "the engine is closed"  # an earlier error stays the reason
+                self._in_flight.clear()
+                self._say_end()
+                self._executor.close()
 
     def __enter__(self) -> Self:
         return self

@@ -5,10 +5,12 @@ Owns how a recorder takes the scheduler's place. Must not know what a recording 
 
 from __future__ import annotations
 
+import os
 from collections import deque
+from pathlib import Path
 from typing import Any, cast
 
-from jaxvllm.config import EngineConfig
+from jaxvllm.config import ConfigError, EngineConfig
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.distributed import Alone
 from jaxvllm.recording import Recorder
@@ -22,6 +24,8 @@ class Recordable:
     _group: Alone
     _check_open: Any
     _in_flight: deque[Any]
+    _closed: str
+    _record_path: Path | None
     _recorder: Recorder | None = None
 
     def _advance(self) -> Any:
@@ -43,3 +47,18 @@ class Recordable:
         """Nothing more is noted."""
         if self._recorder is not None:
             self._scheduler, self._recorder = self._recorder.scheduler, None
+
+    def _write_recording(self) -> None:
+        """What ``record=`` asked for, once, unless an error ended the engine."""
+        if self._record_path is not None and self._recorder is not None and not self._closed:
+            self._recorder.write(self._record_path)
+
+
+def record_path(record: str | os.PathLike[str] | None) -> Path | None:
+    """The Engine's ``record``. ConfigError if no file can be written there, before hours of serving end with that."""
+    if record is None:
+        return None
+    path = Path(record)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"record={str(path)!r} can't be written: give a file in a folder that exists and is writable")
+    return path

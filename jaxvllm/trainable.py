@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxvllm import scoring, startup
-from jaxvllm.config import EngineConfig, ModelConfig
+from jaxvllm.config import ConfigError, EngineConfig, ModelConfig
 from jaxvllm.core.buckets import BucketTable
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.distributed import Alone
@@ -88,12 +88,16 @@ class Trainable:
         Raises ValueError that lists every parameter that doesn't fit, ConfigError for options.
         """
         if not isinstance(config, ModelConfig):
-            raise TypeError(f"config={config!r} must be a ModelConfig: ModelConfig.from_dir(path) reads a checkpoint's")
+            raise TypeError(
+                f"config is a {type(config).__name__}, it must be a ModelConfig: ModelConfig.from_dir(path) reads one"
+            )
         if mesh is not None:
             check_devices(mesh)
             mesh = Mesh(mesh.devices.reshape(-1), (TP,))
         if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
-            tokenizer = Tokenizer.from_dir(Path(tokenizer))
+            folder, tokenizer = Path(tokenizer), Tokenizer.from_dir(Path(tokenizer))
+            if tokenizer is None:
+                raise ConfigError(f"tokenizer={str(folder)!r} has no tokenizer's files; None: prompts are ids")
         return cls(startup.GivenModel(config, params, tokenizer, donate), mesh=mesh, **options)  # type: ignore[call-arg]
 
     def generate_ids(self, prompts: Any, sampling_params: SamplingParams | None = None) -> np.ndarray:

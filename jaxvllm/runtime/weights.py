@@ -111,6 +111,8 @@ class ParamPlacer:
 
     def _flat(self, params: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
         """The parameters by name, and the shapes that they should have: logical or canonical."""
+        if not isinstance(params, Mapping):
+            raise ValueError(f"params is a {type(params).__name__}: give {{name: array}}, or the tree of a forward")
         flat = _joined(params)
         if any(name in self._logical for name in flat):
             return flat, self._logical

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxvllm
-from jaxvllm import LLM, Engine, SamplingParams
+from jaxvllm import LLM, Engine, ModelConfig, SamplingParams
 from jaxvllm.config import ConfigError, EngineConfig
 from tests.device.support import MODEL, VOCAB, compilations, make_engine, random_prompts, sampled, tokens_of
 
@@ -202,6 +203,27 @@ def test_bad_configurations_name_the_field() -> None:
         Engine("Qwen/Qwen3-0.6B")
     with pytest.raises(TypeError, match="blocksize"):
         make_engine(blocksize=4)
+
+
+def test_a_recording_that_cannot_be_written_is_told_at_once_and_closing_closes(tmp_path: Path) -> None:
+    for place in (tmp_path / "nowhere" / "run.json", tmp_path):
+        with pytest.raises(ConfigError, match=r"record=.* can't be written: give a file in a folder"):
+            make_engine(record=place)
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    engine = make_engine(record=folder / "run.json", warmup=False)
+    folder.rmdir()
+    with pytest.raises(FileNotFoundError):
+        engine.close()
+    assert engine._executor.params == {}
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.generate([[1]])
+    engine.close()
+
+
+def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer=.* has no tokenizer's files"):
+        Engine.from_params(ModelConfig.from_dir(MODEL), {}, tmp_path)
 
 
 def test_whole_numbers_of_numpy_are_whole_numbers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def test_shards_give_the_tokens_of_one_device(name: str, sizes: tuple[int, ...])
             assert state.cache.kv.addressable_shards[0].data.shape[3] == max(1, state.cache.kv.shape[3] // size)
 
 
-EIGHT_HEADS = ModelConfig(**ONE_LAYER | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8})
+EIGHT_HEADS = replace(ModelConfig(**ONE_LAYER), num_attention_heads=8, num_key_value_heads=8, head_dim=8)
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 8])

@@ -120,7 +120,7 @@ def test_unfused_device_arrays_give_the_same_engine(model, shards: int) -> None:
             np.testing.assert_array_equal(np.asarray(value), placed[path])
         assert all(array.is_deleted() for array in arrays.values())
         assert given._executor.params["embed"].sharding.device_set == set(mesh.devices.flat)
-    with pytest.raises(TypeError, match=r"must be a ModelConfig: ModelConfig\.from_dir"):
+    with pytest.raises(TypeError, match=r"config is a \w+, it must be a ModelConfig: ModelConfig\.from_dir"):
         Engine.from_params(str(model), arrays)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"tensor_parallel_size=3, but the mesh has {shards} devices"):
         Engine.from_params(config, weights, mesh=mesh, tensor_parallel_size=3)
@@ -230,6 +230,9 @@ def test_what_is_no_array_of_numbers_is_named_and_an_error_in_the_middle_ends_th
         bad = weights | {"embed": gone, "head": weights["head"].astype(str)}
         with pytest.raises(ValueError, match=r"(?=.*embed has been deleted or donated)(?=.*head is of dtype <U)"):
             llm.update_params(bad, running="restart")
+        for wrong in ("weights.npz", [1]):
+            with pytest.raises(ValueError, match=f"params is a {type(wrong).__name__}: give"):
+                llm.update_params(wrong)  # type: ignore[arg-type]
         shape = jax.ShapeDtypeStruct(weights["embed"].shape, np.float32)
         keys = jax.random.split(jax.random.key(0), weights["embed"].size).reshape(weights["embed"].shape)
         for no_numbers in (shape, keys, weights["embed"] * 1j):
