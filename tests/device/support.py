@@ -134,9 +134,9 @@ def compilations() -> Iterator[list[float]]:
     """The seconds of everything that jax compiles meanwhile, by its own account: an engine counts only its steps."""
     found: list[float] = []
 
-    def listen(event: str, seconds: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            found.append(seconds)
+            found.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
