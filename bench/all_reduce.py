@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from bench.ceilings import median_s
 from jaxvllm.kernels import all_reduce_add_rms_norm
-from jaxvllm.runtime.exchange import Exchange, allocate_exchange, devices_reach_each_other
+from jaxvllm.runtime.exchange import Exchange, allocate_exchange, devices_reach_each_other, wrong_device
 from jaxvllm.runtime.mesh import TP, spmd
 
 type AllReduce = Callable[[jax.Array, int, Exchange | None], jax.Array]
@@ -61,8 +61,7 @@ def chain(mesh: Mesh, all_reduce: AllReduce | None, links: int, exchange: Exchan
 def can_exchange(mesh: Mesh) -> bool:
     """Whether the exchange's kernel runs on these devices."""
     devices = list(mesh.devices.flat)
-    hopper = all(str(getattr(device, "compute_capability", "")) == "9.0" for device in devices)
-    return hopper and devices_reach_each_other([device.local_hardware_id for device in devices])
+    return not wrong_device(devices) and devices_reach_each_other(devices)
 
 
 def all_reduces_s(

@@ -13,7 +13,11 @@ from .exchange_layout import EMPTY, PAIR_BYTES, THREADS
 
 
 def _i32(value: int) -> ir.Value:
-    return arith.constant(ir.IntegerType.get_signless(32), value - (1 << 32) if value >= 1 << 31 else value)
+    return arith.constant(ir.IntegerType.get_signless(32), _signed(value))
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def _i64(value: int) -> ir.Value:
@@ -73,10 +77,6 @@ def _receive(addresses: list[ir.Value], count: int) -> list[list[ir.Value]]:
     for address in addresses:
         _send(address, [_i32(EMPTY)] * count)
     return [flat[i : i + count] for i in range(0, total, count)]
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def _not_empty(word: ir.Value) -> ir.Value:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -88,27 +89,35 @@ def address_table(addresses: list[int]) -> np.ndarray:
 def refusal(mesh: Mesh, model: ModelConfig, engine: EngineConfig, backends: ResolvedBackends) -> str:
     """Why the shards of a mesh can't write to each other's buffers, or ""."""
     devices = list(mesh.devices.flat)
-    capability = str(getattr(devices[0], "compute_capability", ""))
     if engine.disable_custom_all_reduce:
         return "disable_custom_all_reduce=True"
     if backends.invariant:
         return "batch_invariant=True adds the shards' parts in its own way"
-    if devices[0].platform != "gpu" or capability != "9.0":
-        where = f"{devices[0].device_kind} has {capability}" if capability else f"the platform is {devices[0].platform}"
-        return f"the kernels need compute capability 9.0, but {where}"
+    if wrong := wrong_device(devices):
+        return wrong
     if backends.fused != "triton":
         return f"it is part of the fused kernels, which attention_backend={engine.attention_backend!r} doesn't use"
     if any(device.process_index != jax.process_index() for device in devices):
         return "the mesh spans processes"
     if vector_size(model.hidden_size, jnp.dtype(engine.dtype).itemsize) is None:
         return f"hidden_size={model.hidden_size} can't be shared evenly by the threads of a row"
-    if not devices_reach_each_other([device.local_hardware_id for device in devices]):
+    if not devices_reach_each_other(devices):
         return "the devices can't write to each other's memory (no NVLink or peer access)"
     return ""
 
 
-def devices_reach_each_other(ordinals: list[int], driver: Any = None) -> bool:
+def wrong_device(devices: Sequence[Any]) -> str:
+    """Why the kernels can't run on these devices, which are of one kind, or ""."""
+    capability = str(getattr(devices[0], "compute_capability", ""))
+    if devices[0].platform == "gpu" and capability == "9.0":
+        return ""
+    where = f"{devices[0].device_kind} has {capability}" if capability else f"the platform is {devices[0].platform}"
+    return f"the kernels need compute capability 9.0, but {where}"
+
+
+def devices_reach_each_other(devices: Sequence[Any], driver: Any = None) -> bool:
     """Whether each CUDA device may use the memory of each other; jax switches it on where it can be."""
+    ordinals = [device.local_hardware_id for device in devices]
     try:
         cuda = ctypes.CDLL("libcuda.so.1") if driver is None else driver
     except OSError:

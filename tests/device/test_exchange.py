@@ -51,8 +51,9 @@ def refuse(mesh: Any, model: ModelConfig = MODEL, backends: Any = BACKENDS, **ch
 
 def test_hoppers_that_reach_each_other_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(exchange, "devices_reach_each_other", lambda ordinals: asked.append(ordinals) or True)
-    assert refuse(hoppers(4)) == "" and asked == [[0, 1, 2, 3]]
+    monkeypatch.setattr(exchange, "devices_reach_each_other", lambda devices: asked.append(devices) or True)
+    mesh = hoppers(4)
+    assert refuse(mesh) == "" and asked == [list(mesh.devices.flat)]
 
 
 @pytest.mark.parametrize(
@@ -74,15 +75,17 @@ def test_every_other_mesh_is_refused_with_the_reason(mesh: Any, changes: dict[st
 
 @pytest.mark.parametrize(("answers", "reach"), [({}, True), ({(0, 1): 0}, False), ({(1, 0): 0}, False)])
 def test_every_pair_of_devices_is_asked_for(answers: dict[tuple[int, int], int], reach: bool) -> None:
+    devices = [SimpleNamespace(local_hardware_id=number) for number in (0, 1)]
+
     def can_access(result: Any, one: int, other: int) -> int:
         assert one != other
         ctypes.cast(result, ctypes.POINTER(ctypes.c_int))[0] = answers.get((one, other), 1)
         return 0
 
     driver = SimpleNamespace(cuDeviceCanAccessPeer=can_access)
-    assert exchange.devices_reach_each_other([0, 1], driver) is reach
+    assert exchange.devices_reach_each_other(devices, driver) is reach
     failing = SimpleNamespace(cuDeviceCanAccessPeer=lambda result, one, other: 101)
-    assert not exchange.devices_reach_each_other([0, 1], failing)
+    assert not exchange.devices_reach_each_other(devices, failing)
 
 
 def test_addresses_travel_as_two_words() -> None:
