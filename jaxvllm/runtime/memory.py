@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -41,7 +40,7 @@ def choose_num_blocks(executor: Executor, buckets: BucketTable, smallest: Callab
     block_bytes = kv_block_bytes(model, engine, mesh.size)
     assert engine.max_model_len is not None
     per_sequence = -(-engine.max_model_len // engine.block_size)
-    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in own_devices(mesh)]
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices]
     if not all(limits):
         return host_blocks(engine, block_bytes)
     budget = smallest(device_budget(engine, min(limits)))
@@ -125,14 +124,9 @@ def blocks_that_fit(budget: int, used: int, transient: int, block_bytes: int) ->
     return max(0, free // block_bytes // step * step)
 
 
-def own_devices(mesh: Mesh) -> list[Any]:
-    """The mesh's devices that this process may ask."""
-    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-
-
 def device_bytes_in_use(mesh: Mesh) -> list[int]:
     """Bytes allocated now on each of the mesh's devices that are this process's."""
-    return [(device.memory_stats() or {}).get("bytes_in_use", 0) for device in own_devices(mesh)]
+    return [(device.memory_stats() or {}).get("bytes_in_use", 0) for device in mesh.local_devices]
 
 
 def tuning_bytes(executor: Executor) -> int:

@@ -55,13 +55,19 @@ class Device:
         return {"bytes_limit": self.limit, "bytes_in_use": self.used}
 
 
+def mesh_of(*devices: Device) -> Any:
+    """Seen from process 0, as jax's Mesh tells which devices are a process's own."""
+    local = [device for device in devices if device.process_index == 0]
+    return SimpleNamespace(devices=np.array(devices), local_devices=local, size=1)
+
+
 class FakeExecutor:
     """Compiles nothing, and says what a step then needs."""
 
     def __init__(self, needs: list[int], **options: Any) -> None:
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "dtype": "bfloat16"} | options
         self.model, self.engine = MODEL, EngineConfig(**options).resolve(MODEL)
-        self.mesh = SimpleNamespace(devices=np.array([Device()]), size=1)
+        self.mesh = mesh_of(Device())
         self.params = {"w": SimpleNamespace(nbytes=GB // 10)}
         self.needs, self.compiled = needs, list[tuple[int, tuple[Bucket, ...]]]()
 
@@ -141,7 +147,7 @@ def test_processes_that_share_a_model_find_the_least_number(monkeypatch: pytest.
     executors, barrier, found, least = [], threading.Barrier(2, timeout=10), [0, 0], [0, 0]
     for devices, needs in zip(own, ([GB, 2 * GB], [GB // 2, GB]), strict=True):
         executors.append(FakeExecutor(needs))
-        executors[-1].mesh = SimpleNamespace(devices=np.array([*devices, Device(process=1)]), size=1)
+        executors[-1].mesh = mesh_of(*devices, Device(process=1))
 
     def choose(i: int) -> None:
         def smallest(value: int) -> int:
@@ -159,7 +165,7 @@ def test_processes_that_share_a_model_find_the_least_number(monkeypatch: pytest.
     for thread in threads:
         thread.join(20)
     alone = FakeExecutor([GB, 2 * GB])
-    alone.mesh = SimpleNamespace(devices=np.array([Device(limit=99 * GB, used=3 * GB)]), size=1)
+    alone.mesh = mesh_of(Device(limit=99 * GB, used=3 * GB))
     assert found == [choose_num_blocks(cast(Executor, alone), BUCKETS)] * 2
     assert executors[0].compiled == executors[1].compiled == alone.compiled
 
