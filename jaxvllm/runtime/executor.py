@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -43,6 +43,18 @@ logger = logging.getLogger(__name__)
 def queue_of(device: Any) -> Lock:
     """Who holds a device's is the only one that dispatches to it together with other devices."""
     return Lock()
+
+
+@contextmanager
+def in_order(devices: Sequence[Any]) -> Iterator[None]:
+    """Steps of engines in several threads come in one order on all the devices that they share.
+
+    Shards wait for each other inside their kernels: for ever, if another engine's step came between on one device.
+    """
+    with ExitStack() as held:
+        for device in devices:
+            held.enter_context(queue_of(device))
+        yield
 
 
 @dataclass(slots=True)
@@ -83,7 +95,7 @@ class Executor:
         self.compile_seconds = 0.0
         self._warm = False
         devices = sorted(mesh.devices.flat, key=lambda device: device.id)
-        self._queues = [queue_of(device) for device in devices] if mesh.size > 1 else []
+        self._in_order = functools.partial(in_order, devices) if mesh.size > 1 else nullcontext  # one waits for nobody
         self._layouts: dict[Bucket, PlanLayout] = {}
         self._steps: dict[Bucket, Any] = {}
         self._redraws: dict[int, Any] = {}  # by the number of sequences
@@ -180,17 +192,6 @@ class Executor:
         for array in (tokens, *numbers):
             array.copy_to_host_async()
         return StepHandle(tokens, (numbers[0], numbers[1]))
-
-    @contextmanager
-    def _in_order(self) -> Iterator[None]:
-        """Steps of engines in several threads come in one order on all the devices that they share.
-
-        Shards wait for each other inside their kernels: for ever, if another engine's step came between on one device.
-        """
-        with ExitStack() as held:
-            for queue in self._queues:
-                held.enter_context(queue)
-            yield
 
     def _compiled[Key](self, known: dict[Key, Any], key: Key, compile_one: Callable[[Key], Any]) -> Any:
         compiled = known.get(key)
