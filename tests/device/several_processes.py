@@ -168,7 +168,7 @@ def main(task: dict[str, Any]) -> None:
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={task['devices']} {QUICK}"
     import jax
 
-    jax.config.update("jax_cpu_collectives_implementation", "gloo" if task["count"] > 1 else "none")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo" if task["count"] > 1 else None)
     if task["count"] > 1:
         address = f"127.0.0.1:{task['port']}"
         jax.distributed.initialize(
