@@ -24,19 +24,20 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def recorded(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, float], dict[str, Any]]:
-    """(counts by case, values by row's case, the last line) of the device and model measured last."""
+def recorded(folder: Path) -> tuple[str, dict[str, np.ndarray], dict[str, str], dict[str, float]]:
+    """(device, counts by case, commits by case, values by row's case) of the device and model measured last."""
     lines = _lines(folder / "latency_gaps.jsonl")
-    last = lines[-1]
-    model = last["case"].rsplit(" ", 2)[0]
+    device, model = lines[-1]["device"], lines[-1]["case"].rsplit(" ", 2)[0]
     counts: dict[str, np.ndarray] = {}
+    commits: dict[str, str] = {}
     for line in lines:
-        if line["device"] == last["device"] and line["case"].rsplit(" ", 2)[0] == model:
+        if line["device"] == device and line["case"].rsplit(" ", 2)[0] == model:
             counts[line["case"]] = made = np.zeros(DECADES * BINS_PER_DECADE, np.int64)
+            commits[line["case"]] = line["commit"]
             for n, count in line["counts"].items():
                 made[int(n)] = count
-    rows = {row["case"]: row["value"] for row in _lines(folder / "latency.jsonl") if row["device"] == last["device"]}
-    return dict(sorted(counts.items(), key=_order)), rows, last
+    rows = {row["case"]: row["value"] for row in _lines(folder / "latency.jsonl") if row["device"] == device}
+    return device, dict(sorted(counts.items(), key=_order)), commits, rows
 
 
 def _order(item: tuple[str, Any]) -> tuple[str, int]:
@@ -67,7 +68,7 @@ def draw(folder: Path, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    counts, rows, last = recorded(folder)
+    device, counts, commits, rows = recorded(folder)
     cases = list(counts)
     model = cases[0].rsplit(" ", 2)[0]
     names = [" ".join(case.rsplit(" ", 2)[1:]) for case in cases]
@@ -77,15 +78,15 @@ def draw(folder: Path, path: Path) -> None:
     for case, name in zip(cases, names, strict=True):
         times_s, shares = survival(counts[case])
         style = "--" if "prefill_first" in name else "-"
-        axes.step(times_s * 1e3, shares, style, where="pre", label=name)
+        axes.step(times_s * 1e3, shares, style, where="pre", label=f"{name} ({commits[case]})")
     axes.set(
         xscale="log", yscale="log", xlabel="ms between two tokens of a short request", ylabel="share at least as long"
     )
     axes.grid(alpha=0.3)
-    axes.legend(title="policy, tokens a step")
+    axes.legend(title="policy, tokens a step (commit)")
     rate = rows.get(f"{cases[0]}, arrivals")
     load = f", {rate:.3g} requests/s" if rate else ""
-    axes.set_title(f"{model}{load}, {last['device']}, commit {last['commit']}")
+    axes.set_title(f"{model}{load}, {device}")
     below.axis("off")
     made = below.table(table(cases, rows), rowLabels=names, colLabels=list(COLUMNS.values()), loc="center")
     made.auto_set_font_size(False)
