@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxvllm.async_engine import AsyncEngine
-    from jaxvllm.config import EngineConfig, ModelConfig
+    from jaxvllm.config import ConfigError, EngineConfig, ModelConfig
     from jaxvllm.engine import LLM, Engine
     from jaxvllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from jaxvllm.recording import record
@@ -23,6 +23,7 @@ _EXPORTS = {
     "Engine": "jaxvllm.engine",
     "LLM": "jaxvllm.engine",
     "AsyncEngine": "jaxvllm.async_engine",
+    "ConfigError": "jaxvllm.config",
     "ModelConfig": "jaxvllm.config",
     "EngineConfig": "jaxvllm.config",
     "SamplingParams": "jaxvllm.sampling_params",
@@ -38,6 +39,7 @@ __all__ = [
     "LLM",
     "AsyncEngine",
     "CompletionOutput",
+    "ConfigError",
     "Engine",
     "EngineConfig",
     "Logprob",

@@ -116,6 +116,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--num-blocks", type=int, help="KV cache blocks (default: what fits)")
     engine.add_argument("--scheduling-policy", default="prefill_first", help="prefill_first or running_first")
     engine.add_argument("--record", metavar="FILE", help="write the schedule to FILE; see jaxvllm trace")
+    engine.add_argument(
+        "--generation-config", default="auto", metavar="auto|none|DIR",
+        help="where defaults of sampling come from: PATH's generation_config.json (auto), nowhere, or another folder's",
+    )  # fmt: skip
     engine.add_argument("--attention-backend", default="auto", help="auto, triton, mosaic, xla or reference")
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
     parser.set_defaults(run=run_generate)
@@ -146,15 +150,12 @@ def run_generate(args: argparse.Namespace) -> int:
     options = {
         name: getattr(args, name)
         for name in ("tensor_parallel_size", "dtype", "max_model_len", "num_blocks", "attention_backend",
-                     "scheduling_policy", "record")
+                     "scheduling_policy", "record", "generation_config")
     }  # fmt: skip
+    if args.chat:
+        prompts[: len(args.prompt)] = _as_chats(args.path, args.prompt)
     with Engine(args.path, warmup=False, **options) as engine:
         sampling = sampling_params(engine.get_default_sampling_params())
-        if args.chat:
-            if engine.tokenizer is None:
-                raise ValueError(f"--chat needs a tokenizer, and {args.path} has none")
-            for n, text in enumerate(args.prompt):
-                prompts[n] = engine.tokenizer.encode_chat([{"role": "user", "content": text}])
         started = time.perf_counter()
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - started
@@ -164,6 +165,16 @@ def run_generate(args: argparse.Namespace) -> int:
     tokens = sum(len(output.token_ids) for output in outputs)
     print(f"{tokens} tokens in {seconds:.1f} s (compilation included)", file=sys.stderr)
     return 0
+
+
+def _as_chats(path: str, texts: Sequence[str]) -> list[list[int]]:
+    """Each as a user's message; before the engine starts, so that a missing template is said at once."""
+    from jaxvllm.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_dir(path)
+    if tokenizer is None:
+        raise ValueError(f"--chat needs a tokenizer, and {path} has none")
+    return [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
 
 
 def _parse_ids(text: str) -> list[int]:

@@ -41,9 +41,9 @@ class Conveniences:
              sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True, *,
              add_generation_prompt: bool = True, enable_thinking: bool | None = None,
              tools: Sequence[Mapping[str, Any]] | None = None,
-             chat_template_kwargs: Mapping[str, Any] | None = None,
+             chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
              priority: int | Sequence[int] | None = None) -> list[RequestOutput]:  # fmt: skip
-        """Answers one conversation or several, written by the tokenizer's own chat template.
+        """Answers one conversation or several, written by the tokenizer's own chat template, or by chat_template.
 
         messages: [{"role": ..., "content": ...}, ...], or a list of such lists. add_generation_prompt: the template
         opens the assistant's turn. enable_thinking (Qwen3's switch; None: the template's default), tools and
@@ -58,6 +58,8 @@ class Conveniences:
             raise ValueError('messages must be a list like [{"role": "user", "content": "..."}], or a list of those')
         conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
         options = dict(chat_template_kwargs or {})
+        if chat_template is not None:
+            options["chat_template"] = chat_template
         if enable_thinking is not None:
             options["enable_thinking"] = enable_thinking
         if tools is not None:

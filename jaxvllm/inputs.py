@@ -67,11 +67,15 @@ def parse_prompt(prompt: Any, encode: Callable[[str], Sequence[int]] | None, voc
         raise ValueError(f"{name} isn't a flat list of token ids: {error}") from error
     if ids.size == 0:
         raise ValueError(f"{name} is empty; a prompt needs at least one token")
+    if ids.dtype.kind == "U":
+        raise ValueError(f"{name} is a list of strings; give one string, or a flat list of token ids")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
             f"{name} must be a flat list of whole numbers, one sequence, not values of type {ids.dtype} in shape "
             f"{ids.shape}"
         )
+    if isinstance(values, list) and bool in (types := list(map(type, values))):  # numpy has made them 0 and 1
+        raise ValueError(f"{name}[{types.index(bool)}] is a bool, no token id")
     return Prompt(None, _check_ids(ids, vocab_size, name))
 
 

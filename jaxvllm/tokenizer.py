@@ -6,6 +6,7 @@ Must not know about engines, requests or jax.
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,13 +114,17 @@ class Tokenizer:
     ) -> str:
         """The prompt text of a conversation, by the directory's own chat template.
 
-        kwargs go to the template (Qwen3's enable_thinking, tools, ...). Encode the result with
-        add_special_tokens=False, as `encode_chat` does: the template has written them already.
+        kwargs go to the template (Qwen3's enable_thinking, tools, ...), but for chat_template: another one, as Jinja
+        text, in the directory's place. Encode the result with add_special_tokens=False, as `encode_chat` does: the
+        template has written them already.
         """
         if self._chat is None:
             self._chat = _load_auto(self._path)
-        if not self._chat.chat_template:
-            raise ValueError(f"{self._path} has no chat template (chat_template.jinja or tokenizer_config.json)")
+        if not (kwargs.get("chat_template") or self._chat.chat_template):
+            raise ValueError(
+                f"{self._path} has no chat template (chat_template.jinja or tokenizer_config.json): give "
+                "chat_template, or write the prompt's text yourself"
+            )
         return self._chat.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
         )
@@ -168,6 +173,8 @@ def _load_plain(path: Path, config: Mapping[str, Any]) -> "tokenizers.Tokenizer 
 
 
 def _load_auto(path: Path) -> Any:
+    # its import warns that there is no PyTorch, which nobody misses here
+    logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)

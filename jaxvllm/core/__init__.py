@@ -1,9 +1,10 @@
 """The host room: who runs, how many tokens, in which blocks. Standard library, numpy and xxhash; never jax.
 
-Read in this order: `request` (one request's numbers), `block_pool` (the cache as bookkeeping), `rows` (the
-same numbers as arrays), `queues` (waiting and running, and the moves between them), `policy`, `prefill_first` and
-`running_first` (who runs: one screen each), `step` (what a step does; the counters), `scheduler` (schedule, commit,
-abort), `buckets` (padded shapes), `plan` (what crosses to the device), `integrity` (what is true between two calls).
+Read in this order: `request` (one request's numbers), `block_pool` (the cache as bookkeeping) with its `free_list` and
+`prefix_table`, `rows` (the same numbers as arrays), `queues` (waiting and running, and the moves between them) with
+`waiting` (in which order), `policy`, `prefill_first` and `running_first` (who runs: one screen each) under `rules`
+(what the caller may choose), `step` (what a step does; the counters), `scheduler` (schedule, commit, abort), `buckets`
+(padded shapes), `plan` and `knobs` (what crosses to the device), `integrity` (what is true between two calls).
 """
 
 from jaxvllm.core.block_pool import BlockPool

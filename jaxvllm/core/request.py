@@ -57,7 +57,7 @@ class Request:
     """
 
     request_id: str
-    index: int  # arrival number
+    index: int  # how many were made before it; `arrival` tells the order of service
     prompt_token_ids: np.ndarray  # int32[num_prompt]
     params: SamplingParams
     seed: int  # sampling key, unsigned 64 bits

@@ -14,6 +14,7 @@ from tests.kept_programs import kept_programs
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden_data"
+TINY_KJV = Path(__file__).parents[2] / "examples" / "tiny-kjv"
 
 
 def test_help_answers_without_jax_and_has_examples() -> None:
@@ -95,7 +96,7 @@ def test_generate_samples_as_the_checkpoint_wants_unless_told_otherwise(
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 5.0, "top_k": 1}))
     ids = ",".join(map(str, case["prompt"]))
     tokens = []
-    for options in ([], ["--top-k", "0"]):
+    for options in ([], ["--top-k", "0"], ["--generation-config", "none", "--temperature", "0"]):
         command = [
             "generate",
             str(folder),
@@ -111,6 +112,7 @@ def test_generate_samples_as_the_checkpoint_wants_unless_told_otherwise(
             assert cli.main([*command, "--json", *options]) == 0
         tokens.append(json.loads(capsys.readouterr().out)["token_ids"])
     assert tokens[0] == case["greedy"][:8] != tokens[1]  # its top_k of 1; without it, its temperature
+    assert tokens[2] == case["greedy"][:8]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,8 @@ def test_generate_samples_as_the_checkpoint_wants_unless_told_otherwise(
         (["generate", "nowhere"], "--prompt"),
         (["generate", "nowhere", "--prompt-ids", "1,a"], "1,a"),
         (["generate", "nowhere", "--prompt", "x", "--temperature", "nan"], "temperature"),
+        (["generate", str(GOLDEN / "yarn_factor_4"), "--chat", "--prompt", "x"], "--chat needs a tokenizer"),
+        (["generate", str(TINY_KJV), "--chat", "--prompt", "x"], "no chat template"),
         (["inspect", "nowhere"], "nowhere"),
     ],
 )

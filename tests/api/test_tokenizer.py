@@ -85,9 +85,11 @@ def test_a_start_token_is_added_once(tmp_path: Path) -> None:
 
 def test_chat_template(tmp_path: Path) -> None:
     tokenizer = load(directory(tmp_path))
-    with pytest.raises(ValueError, match="no chat template"):
+    with pytest.raises(ValueError, match=r"no chat template .* give chat_template, or write"):
         tokenizer.apply_chat_template(CHAT)
     pytest.importorskip("jinja2")
+    given = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    assert tokenizer.apply_chat_template(CHAT, chat_template=given) == "[the cat]"
     tokenizer = load(directory(tmp_path, chat_template=CHATML))
     text = tokenizer.apply_chat_template(CHAT)
     assert text == "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"

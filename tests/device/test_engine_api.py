@@ -55,6 +55,8 @@ def test_every_way_to_write_a_prompt(llm: Engine) -> None:
         ([[1, -1]], r"prompts\[0\]\[1\]=-1"),
         ([[1.5, 2.0]], r"prompts\[0\] must be a flat list of whole numbers"),
         ([[True, False]], "whole numbers"),
+        ([[1, True]], r"prompts\[0\]\[1\] is a bool, no token id"),
+        ([[1], ["a", "b"]], r"prompts\[1\] is a list of strings; give one string, or a flat list of token ids"),
         ([[[1], [2, 3]]], r"prompts\[0\]"),
         ([None], r"prompts\[0\] is a NoneType"),
         (3, "prompts is a int"),

@@ -106,6 +106,8 @@ def test_chat_writes_the_template_once(llm: Engine) -> None:
     two = llm.chat([messages, messages], greedy(max_tokens=3), use_tqdm=False, enable_thinking=False,
                    chat_template_kwargs={"mood": "calm"}, add_generation_prompt=True)  # fmt: skip
     assert [one.prompt for one in two] == [f"{output.prompt} (calm)"] * 2
+    own = llm.chat(messages, greedy(max_tokens=3), use_tqdm=False, chat_template="Q: {{ messages[0].content }} A:")[0]
+    assert own.prompt == "Q: who built the ark? A:"
     with pytest.raises(ValueError, match="messages"):
         llm.chat("hello", use_tqdm=False)  # type: ignore[arg-type]
 

@@ -152,3 +152,9 @@ def imports_as(real: Path, pretended: Path) -> list[tuple[int, str]]:
             return real.read_text(encoding="utf-8")
 
     return list(imports(Pretended(pretended)))
+
+
+def test_the_host_rooms_reading_order_names_every_module() -> None:
+    folder = ROOT / "jaxvllm" / "core"
+    order = (folder / "__init__.py").read_text().split('"""')[1]
+    assert [m.stem for m in sorted(folder.glob("[a-z]*.py")) if f"`{m.stem}`" not in order] == []
