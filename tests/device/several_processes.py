@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+FOUND = "found: "  # what the libraries log comes before and after
 MODEL = ROOT / "tests" / "golden_data" / "tied_head_dim_differs"
 SMALL = {"block_size": 4, "num_blocks": 20, "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64,
          "decode_buckets": (4,), "token_buckets": (32,), "enable_processors": False}  # fmt: skip
@@ -69,7 +70,9 @@ class Processes:
     def result(self, me: int) -> Any:
         """What it found; it must have ended well."""
         assert self.status(me) == 0, self.text(me)[-5000:]
-        return json.loads(self.text(me).strip().splitlines()[-1])
+        said = [line for line in self.text(me).splitlines() if line.startswith(FOUND)]
+        assert len(said) == 1, self.text(me)[-5000:]
+        return json.loads(said[0].removeprefix(FOUND))
 
     def wait_for(self, me: int, words: str) -> None:
         while words not in self.text(me):
@@ -177,7 +180,7 @@ def main(task: dict[str, Any]) -> None:
         )  # fmt: skip
     found = PROGRAMS[task["program"]](task)
     folder.cleanup()
-    print(json.dumps(found), flush=True)
+    print(f"\n{FOUND}{json.dumps(found)}", flush=True)
 
 
 def run(task: dict[str, Any]) -> Any:
