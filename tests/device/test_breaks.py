@@ -84,7 +84,7 @@ def checks_of(code: CodeType) -> list[bool]:
 
 @pytest.fixture(scope="module")
 def llm():
-    with make_engine(num_blocks=12, max_num_seqs=2, warmup=False, many_steps=True) as engine:
+    with make_engine(pool=12, rows=2, warmup=False) as engine:
         yield engine
 
 
