@@ -8,6 +8,7 @@ same), and whatever one test compiled the others read from a folder that lives a
 it by is the program itself: other code is never answered from it, and the engine's own counts are as without it.
 """
 
+import gc
 import os
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ if not ON_GPU:
         flags = (os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={NUM_FAKE_DEVICES}", QUICK,
                  "--xla_cpu_multi_thread_eigen=false")  # fmt: skip
         os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # a tenth of lowering goes into where each operation is from
     if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder of the process that started them
         os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxvllm-tests-")
         os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(1 << 32)  # never reached: with a limit, jax locks the folder
@@ -52,6 +54,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gc.set_threshold(50_000, 20, 50)  # tracing makes few cycles: looking for them every 700 objects is 3 % of a run
     without_gpu = pytest.mark.skip(reason="needs a GPU: make test-gpu")
     too_slow = pytest.mark.skip(reason="slow: pass --slow")
     for item in items:

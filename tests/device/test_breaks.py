@@ -7,6 +7,7 @@ import dis
 import functools
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -26,13 +27,15 @@ from tests.device.support import MODEL, make_engine, sampled, tokens_of
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9]]
 ROOT = str(Path(__file__).parents[2])
+NUM_PLACES = 100  # where Ctrl-C comes, of several hundreds
 
 
 class InterruptAt:
-    """SIGINT at check number ``at`` that the project's own files execute inside the block; counts them at 0."""
+    """SIGINT at check number ``at`` that the project's own files execute inside the block; at 0 notes their places."""
 
     def __init__(self, at: int) -> None:
         self.at, self.count = at, 0
+        self.places: list[tuple[CodeType, int]] = []
         self._checked: dict[FrameType, bool] = {}  # whether the operation before was one that CPython checks after
 
     def __enter__(self) -> InterruptAt:
@@ -55,7 +58,10 @@ class InterruptAt:
                 checked[frame] = checks[frame.f_lasti]
                 if before:
                     self.count += 1
-                    if self.count == self.at:
+                    if self.at == 0:
+                        self.places.append((frame.f_code, frame.f_lasti))
+                    elif self.count == self.at:
+                        sys.settrace(None)
                         signal.raise_signal(signal.SIGINT)
             elif event == "return":
                 checked.pop(frame, None)
@@ -78,7 +84,7 @@ def checks_of(code: CodeType) -> list[bool]:
 
 @pytest.fixture(scope="module")
 def llm():
-    with make_engine(num_blocks=12, max_num_seqs=2, warmup=False, many_steps=True) as engine:
+    with make_engine(pool=12, rows=2, warmup=False) as engine:
         yield engine
 
 
@@ -95,14 +101,20 @@ def assert_nothing_left(llm: Engine) -> None:
 
 
 def every(call: Any, number: int) -> list[int]:
-    with InterruptAt(0) as counted:
+    """At most ``number`` of the places in the code that ``call`` comes through, each at one of its times."""
+    with InterruptAt(0) as noted:
         call()
-    return [*range(1, counted.count, max(1, counted.count // number))]
+    times: dict[tuple[CodeType, int], list[int]] = {}
+    for at, place in enumerate(noted.places, 1):
+        times.setdefault(place, []).append(at)
+    draw = random.Random(0)
+    chosen = sorted(draw.choice(found) for found in times.values())
+    return chosen[:: -(-len(chosen) // number)]
 
 
 def test_ctrl_c_anywhere_in_generate(llm: Engine) -> None:
     expected = tokens_of(llm, PROMPTS, [GREEDY] * 3)
-    for at in every(lambda: tokens_of(llm, PROMPTS, [GREEDY] * 3), 150):
+    for at in every(lambda: tokens_of(llm, PROMPTS, [GREEDY] * 3), NUM_PLACES):
         with contextlib.suppress(KeyboardInterrupt), InterruptAt(at):
             tokens_of(llm, PROMPTS, [GREEDY] * 3)
         assert_nothing_left(llm)
@@ -112,7 +124,7 @@ def test_ctrl_c_anywhere_in_generate(llm: Engine) -> None:
 def test_ctrl_c_anywhere_in_score(llm: Engine) -> None:
     ids = list(range(30))
     expected = llm.score(ids)
-    for at in every(lambda: llm.score(ids), 200):
+    for at in every(lambda: llm.score(ids), NUM_PLACES):
         with contextlib.suppress(KeyboardInterrupt), InterruptAt(at):
             llm.score(ids)
         assert_nothing_left(llm)
@@ -131,7 +143,7 @@ def test_ctrl_c_anywhere_in_step(llm: Engine) -> None:
             llm.add_request(prompt, GREEDY)
         drive({})
 
-    for at in every(whole, 150):
+    for at in every(whole, NUM_PLACES):
         outputs: dict[str, Any] = {}
         with contextlib.suppress(KeyboardInterrupt), InterruptAt(at):
             for prompt in PROMPTS:

@@ -26,26 +26,25 @@ from tests.device.support import (
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"),
+    ("name", "size"),
     [
-        ("tied_head_dim_differs", (2,)),  # 4 query heads, 2 kv heads
-        ("mqa_one_kv_head_odd_vocab", (2, 4)),  # kv head replicated, vocabulary of 257 padded
-        ("untied_sharded_index", (4,)),  # two kv heads over four shards
+        ("tied_head_dim_differs", 2),  # 4 query heads, 2 kv heads
+        ("mqa_one_kv_head_odd_vocab", 4),  # kv head replicated, vocabulary of 257 padded
+        ("untied_sharded_index", 4),  # two kv heads over four shards
     ],
 )
-def test_shards_give_the_tokens_of_one_device(name: str, sizes: tuple[int, ...]) -> None:
+def test_shards_give_the_tokens_of_one_device(name: str, size: int) -> None:
     prompts, params = random_prompts(6, high=30), sampled(6)
     prompts = [[token % 257 for token in prompt] for prompt in prompts]
     with make_engine(two_layers(name)) as llm:
         alone, scores = tokens_of(llm, prompts, params), llm.score(prompts[0] * 3)
-    for size in sizes:
-        with make_engine(two_layers(name), tensor_parallel_size=size) as llm:
-            assert tokens_of(llm, prompts, params) == alone
-            np.testing.assert_allclose(llm.score(prompts[0] * 3), scores, atol=1e-5)
-            state = llm._executor.state
-            each = [np.asarray(shard.data) for shard in state.last_tokens.addressable_shards]
-            assert len(each) == size and all((one == each[0]).all() for one in each)  # really replicated
-            assert state.cache.kv.addressable_shards[0].data.shape[3] == max(1, state.cache.kv.shape[3] // size)
+    with make_engine(two_layers(name), tensor_parallel_size=size) as llm:
+        assert tokens_of(llm, prompts, params) == alone
+        np.testing.assert_allclose(llm.score(prompts[0] * 3), scores, atol=1e-5)
+        state = llm._executor.state
+        each = [np.asarray(shard.data) for shard in state.last_tokens.addressable_shards]
+        assert len(each) == size and all((one == each[0]).all() for one in each)  # really replicated
+        assert state.cache.kv.addressable_shards[0].data.shape[3] == max(1, state.cache.kv.shape[3] // size)
 
 
 EIGHT_HEADS = replace(ModelConfig(**ONE_LAYER), num_attention_heads=8, num_key_value_heads=8, head_dim=8)

@@ -58,9 +58,12 @@ def expect(prompt: Sequence[int], params: SamplingParams, output: Sequence[int],
     assert len(output) == params.max_tokens or output[-1] in stops
 
 
+LLM: dict[str, Any] = {"enable_processors": True, "num_blocks": 60, "max_logprobs": 5, "many_steps": True}
+
+
 @pytest.fixture(scope="module")
 def llm():
-    with make_engine(enable_processors=True, num_blocks=60, max_logprobs=5, many_steps=True) as engine:
+    with make_engine(**LLM) as engine:
         assert engine.stats()["compiles"] == 3  # two buckets of as many sequences
         yield engine
         engine._scheduler.check_integrity()
@@ -95,7 +98,8 @@ def test_every_request_gets_what_the_definitions_say(llm: Engine) -> None:
         expect(prompt, one, tokens)
 
 
-def test_no_batch_row_chunk_preemption_or_shard_changes_a_request(llm: Engine, sharded: Engine) -> None:
+def test_no_batch_row_chunk_preemption_or_shard_changes_a_request(llm: Engine, sharded: Engine,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Case 14: alone, in a batch, backwards, in chunks of a few tokens, preempted, over two shards, without running
     ahead: the same tokens."""
     prompts, params = random_prompts(8, seed=5, low=4, high=24), wishes(8, 8)
@@ -103,10 +107,12 @@ def test_no_batch_row_chunk_preemption_or_shard_changes_a_request(llm: Engine, s
     assert [run(llm, [prompt], [one])[0] for prompt, one in zip(prompts, params, strict=True)] == together
     assert run(llm, prompts[::-1], params[::-1])[::-1] == together
     assert run(sharded, prompts, params) == together
-    options = {"num_blocks": 14, "max_num_batched_tokens": 8, "scheduling_policy": "running_first", "warmup": False}
-    with make_engine(enable_processors=True, max_logprobs=2, **options) as crowded:
+    with make_engine(**LLM, pool=14, scheduling_policy="running_first") as crowded:
+        monkeypatch.setattr(crowded._scheduler, "max_num_batched_tokens", 8)
         assert run(crowded, prompts, params) == together
-        assert crowded.stats()["preemptions"] > 0
+        stats = crowded.stats()
+        assert stats["preemptions"] > 0
+        assert stats["prefill_tokens"] <= 8 * (stats["prefill_steps"] + stats["mixed_steps"])
 
 
 def test_samples_share_the_prompt_and_have_seeds_of_their_own(llm: Engine) -> None:

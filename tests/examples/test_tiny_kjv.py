@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from jaxvllm.config import ModelConfig
 from jaxvllm.models import qwen3
 from tests.examples.test_experiments import ROOT, run
+from tests.kept_programs import kept_programs
 from tests.xla_flags import MANY_STEPS
 
 TINY_KJV = ROOT / "examples" / "tiny-kjv"
@@ -73,6 +74,7 @@ def test_demo_prints_different_continuations_in_words_of_the_text() -> None:
 
 
 def test_the_ten_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(ROOT / "examples" / "generate.py"), run_name="__main__")
+    with kept_programs():
+        runpy.run_path(str(ROOT / "examples" / "generate.py"), run_name="__main__")
     printed = capsys.readouterr().out
     assert "In the beginning" in printed and len(printed.split()) > 40

@@ -4,7 +4,8 @@ Greedy tokens must be equal, token log-probabilities within 1e-4: one prompt at 
 sizes, with prompts chunked to 5 tokens, and in the smallest pool that forces preemptions.
 
 Compiling steps is most of the time, so the tests of a checkpoint and a block size share an engine. What makes them
-differ is the scheduler's matter: how many tokens a step may have, how many blocks there are.
+differ is the scheduler's matter: how many tokens a step may have, how many blocks there are. Buckets are small, since a
+step costs what its bucket holds, needed or not; those of one checkpoint take all prompts whole.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ QWEN3 = [name for name in NAMES if ModelConfig.from_dir(DATA / name).architectur
 # for the other families, which share all but their forward with it. (In this order: pytest puts the tests that share an
 # engine side by side if it has the same place in all their lists.)
 CASES = [(name, size) for size in (16, 4, 64) for name in NAMES if name in QWEN3 or size == 16]
-# Where chunks meet blocks is the plan's matter, which knows no model: every size for one, in a bucket of five tokens.
-CHUNKED = [case for case in CASES if case[1] == 16]
+# Where chunks meet blocks is the plan's matter, which knows no model: every size for one.
+CHUNKED = [(name, size) for name, size in CASES if size == 16 or name == "tied_head_dim_differs"]
 SMALL_BLOCKS = [case for case in CASES if case[1] < 64]  # no pool of larger ones preempts
 LOGPROB_TOLERANCE = 1e-4
 MODEL_LEN = 176  # the longest recorded prompt and its tokens: 174
+WHOLE_PROMPTS = "yarn_factor_4"  # its steps hold all prompts at once, 191 tokens; the others' the three shorter ones
+PREFIX_HITS = "tied_head_dim_differs"  # where the pool has room for what is cached; the scheduler's matter, too
 NAMED = "{0[0]}-{0[1]}".format  # a case
 
 
@@ -46,9 +49,10 @@ def greedy(case: dict) -> SamplingParams:
 
 
 def engine(name: str, block_size: int, **options: object) -> Engine:
-    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 192, "decode_buckets": (4,), "token_buckets": (192,),
+    tokens = 192 if name == WHOLE_PROMPTS else 48
+    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": tokens, "decode_buckets": (4,), "token_buckets": (tokens,),
                 "max_model_len": MODEL_LEN, "num_blocks": 512 // block_size, "enable_processors": False}  # fmt: skip
-    with kept_programs(many_steps=block_size == 16):  # chunks of five tokens
+    with kept_programs(many_steps=True):
         return Engine(DATA / name, block_size=block_size, **(defaults | options))  # type: ignore[arg-type]
 
 
@@ -81,7 +85,10 @@ def test_tokens_and_logprobs(shared: tuple[list[dict], Engine]) -> None:
     for case in cases:
         assert llm.generate(case["prompt"], greedy(case), use_tqdm=False)[0].token_ids == case["greedy"]
         check_scores(llm, case)
-    check_all_at_once(llm, cases)  # with prefix hits of the runs before
+    if llm.model_config == ModelConfig.from_dir(DATA / PREFIX_HITS) and llm.config.block_size < 64:
+        hits = llm.stats()["prefix_hit_tokens"]
+        check_all_at_once(llm, cases)
+        assert llm.stats()["prefix_hit_tokens"] > hits
     llm.reset_prefix_cache()
     check_all_at_once(llm, cases)
     assert llm.stats()["preemptions"] == before
@@ -98,14 +105,12 @@ def test_prompts_chunked_to_five_tokens(shared: tuple[list[dict], Engine], monke
     assert tokens > 100 and steps >= tokens / 5
 
 
-@pytest.mark.parametrize("block_size", [4, 16, 64])
-def test_a_bucket_of_five_tokens(block_size: int) -> None:
-    """Chunks as above, in a step made for them: at each block size for one model, scores too."""
+def test_a_bucket_of_five_tokens() -> None:
+    """Chunks as above, in a step made for them, smaller than a tile; scores too."""
     cases = expected("tied_head_dim_differs")
-    with engine("tied_head_dim_differs", block_size, max_num_batched_tokens=5, token_buckets=(5,)) as llm:
+    with engine("tied_head_dim_differs", 16, max_num_batched_tokens=5, token_buckets=(5,)) as llm:
         check_all_at_once(llm, cases)
-        if block_size == 16:  # one more step to compile: at one block size
-            check_scores(llm, cases[0])
+        check_scores(llm, cases[0])
 
 
 @pytest.mark.parametrize("shared", SMALL_BLOCKS, indirect=True, ids=NAMED)

@@ -104,7 +104,8 @@ def test_rope_write_is_the_plain_rotation_and_write() -> None:
     np.testing.assert_array_equal(written[1], qkv[:, :, groups + 1])
 
 
-CONTEXT, CUTS = 150, ([150], [1] * 5 + [145], [64, 64, 22], [37, 90, 23], [149, 1])
+CUTS = ([150], [1] * 5 + [145], [64, 64, 22], [37, 90, 23], [149, 1])
+FEW_CUTS = ([70], [64, 5, 1])  # whole, full, partial, single; two tiles of keys
 
 
 @pytest.mark.parametrize("name", ["xla", "triton", "mosaic"])
@@ -113,9 +114,10 @@ def test_attention_of_a_query_is_the_same_in_any_tile(name: str) -> None:
     on_gpu = jax.default_backend() == "gpu"
     name = name if on_gpu or name == "xla" else f"{name}_interpret"
     rng = np.random.default_rng(3)
-    kv_heads = 1 if name == "mosaic_interpret" else 2  # it is slow; a kv head's items know nothing of the others
+    # it is slow; a kv head's items know nothing of the others
+    kv_heads, cuts = (1, FEW_CUTS) if name == "mosaic_interpret" else (2, CUTS)
     kv = draw(rng, 1, 2, 24, kv_heads, 16, 64, dtype="bfloat16")
-    q = draw(rng, CONTEXT, 2 * kv_heads, 64, dtype="bfloat16")
+    q = draw(rng, sum(cuts[0]), 2 * kv_heads, 64, dtype="bfloat16")
     tables = rng.permutation(24)[:20].reshape(2, 10).astype(np.int32)
 
     def piece(start: int, size: int, before: int) -> np.ndarray:
@@ -135,7 +137,6 @@ def test_attention_of_a_query_is_the_same_in_any_tile(name: str) -> None:
                                         query_tile=64, backend=name, invariant=True)  # fmt: skip
 
     want = None
-    cuts = ([150], [64, 85, 1]) if name == "mosaic_interpret" else CUTS  # it is slow: whole, full, partial, single
     for cut, before in zip(cuts, (3, 17, 0, 1, 40), strict=False):
         starts = np.cumsum([0, *cut[:-1]])
         got = np.concatenate([piece(int(s), n, before) for s, n in zip(starts, cut, strict=True)])

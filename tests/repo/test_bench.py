@@ -109,9 +109,10 @@ SMALL = ["--config", "tiny", "--max-num-seqs", "4", "--max-num-batched-tokens", 
 SMALL += ["--block-size", "16", "--max-model-len", "128", "--decode-buckets", "4", "--token-buckets", "64"]
 
 
-def test_throughput_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])  # alone: simulate is, always
+def test_throughput_runs(tmp_path: Path, alone: bool) -> None:
     options = ["--no-processors", "--num-prompts", "4", "--max-len", "12", "--repeats", "1"]
-    rows = run("throughput", tmp_path, *SMALL, *options, alone=True)
+    rows = run("throughput", tmp_path, *SMALL, *options, alone=alone)
     assert [row["unit"] for row in rows] == ["output tok/s", "s", "s"]
 
 

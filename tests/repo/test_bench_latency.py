@@ -83,8 +83,8 @@ def test_a_backlog_keeps_some_waiting_and_ends_the_timed_ones() -> None:
 
 TINY = ["--config", "tiny", "--no-processors", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
 TINY += ["--num-blocks", "128", "--block-size", "16", "--max-model-len", "256", "--decode-buckets", "8"]
-TINY += ["--token-buckets", "64", "--prompt-len", "24", "--output-len", "6", "--long-len", "200", "--long-every", "0.6"]
-TINY += ["--seconds", "0.8", "--capacity-requests", "15"]
+TINY += ["--token-buckets", "64", "--prompt-len", "24", "--output-len", "6", "--long-len", "200", "--long-every", "0.3"]
+TINY += ["--seconds", "0.5", "--capacity-requests", "10"]
 SHARED = ["--shared-groups", "2", "--shared-group-size", "3", "--shared-prefix-len", "32", "--shared-own-len", "4"]
 SHARED += ["--shared-output-len", "2", "--shared-repeats", "1", "--shared-parts", "running_first:64"]
 
