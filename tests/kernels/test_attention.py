@@ -110,14 +110,13 @@ def test_splits_change_nothing(splits: int, programs: int, fused: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # Mosaic's: NaN of pad tokens
 @pytest.mark.parametrize(("case", "dtype", "backend"), ALL_RAGGED, ids=lambda p: getattr(p, "name", p))
-def test_ragged(case: cases.RaggedCase, dtype: str, backend: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ragged(case: cases.RaggedCase, dtype: str, backend: str) -> None:
     skip_unsupported(backend, case.shape.head_dim)
     got, want = run_ragged(cases.ragged_inputs(case, dtype), case.query_tile, backend)
     assert got.dtype == jnp.dtype(dtype)
     assert_close(got, want, dtype)
     used = sum(count for count, _ in case.rows)
     assert not np.asarray(got[used:], np.float32).any()  # pad tokens: exactly zero
-    assert "RACE DETECTED" not in capfd.readouterr().out  # Mosaic's interpreter looks for them, and prints
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
