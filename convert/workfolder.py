@@ -171,10 +171,12 @@ def _reason(error: OSError) -> str:
 
 
 def _remove(root: Path) -> None:
-    for _ in range(20):  # writes that were under way when another one failed may still make files
-        shutil.rmtree(root, ignore_errors=True)
-        if not root.exists():
+    absent = 0
+    for _ in range(40):  # writes that were under way when another one failed may still make files, and the folder
+        absent = 0 if root.exists() else absent + 1
+        if absent == 6:
             return
+        shutil.rmtree(root, ignore_errors=True)
         time.sleep(0.05)
 
 

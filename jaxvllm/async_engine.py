@@ -26,7 +26,7 @@ from jaxvllm.sampling_params import RequestOutputKind, SamplingParams
 class AsyncEngine:
     """Serves requests of coroutines, of one event loop or of several in different threads.
 
-    engine: an Engine that nobody else drives meanwhile, or what ``Engine`` takes first, with its keywords in
+    engine: an Engine that no other AsyncEngine drives, or what ``Engine`` takes first, with its keywords in
         ``options``; in the latter case ``close`` closes it, too.
     max_unfinished: requests that may wait or run at the same time. Further ones wait in ``generate``, in order.
     freeze_gc: what is alive now (modules, compiled steps) is left out of garbage collections, in the whole process,
@@ -44,6 +44,9 @@ class AsyncEngine:
             raise ValueError(f"{', '.join(options)}: give them to the Engine, which is made already")
         self._owned = not isinstance(engine, Engine)
         self.engine: Engine = engine if isinstance(engine, Engine) else Engine(engine, **options)
+        if self.engine.driver is not None:
+            raise RuntimeError("another AsyncEngine drives this engine: send requests to that one, or close it first")
+        self.engine.driver = self
         self.max_unfinished = max_unfinished
         self._frozen = freeze_gc
         if freeze_gc:
@@ -101,6 +104,7 @@ class AsyncEngine:
             self._closing = True
             self._news.notify_all()
         await asyncio.to_thread(self._thread.join)
+        self.engine.driver = None
         if self._frozen:
             self._frozen = False
             gc.unfreeze()
@@ -146,6 +150,7 @@ class AsyncEngine:
 
     def _submit(self, command: Callable[[], Any]) -> Future[Any]:
         done: Future[Any] = Future()
+        done.set_running_or_notify_cancel()  # whoever stops waiting for it can't cancel it: the thread will answer
         with self._news:
             if self._closing or self._error is not None:
                 done.set_exception(RuntimeError(self._why()))

@@ -40,6 +40,7 @@ class Bookkeeping:
     _check_leads: Any
     _num_requests: int
     _num_watched: int  # tracked requests of which each token has to be looked at
+    driver: Any = None  # the AsyncEngine that steps this engine
 
     def abort_request(self, request_id: str) -> None:
         """Ends a request wherever it stands and frees its blocks; ``step`` returns it once more with "abort".

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxvllm.config import ModelConfig
+from jaxvllm.config import EngineConfig, ModelConfig
 from jaxvllm.inputs import Prompt, parse_priorities, parse_prompt
 from jaxvllm.interrupts import deferred_interrupts
 from jaxvllm.outputs import RequestOutput
@@ -25,6 +25,7 @@ Message = Mapping[str, Any]
 class Conveniences:
     """``chat`` and ``stream``, on top of an engine's queue and loop."""
 
+    config: EngineConfig
     model_config: ModelConfig
     tokenizer: Tokenizer | None
     _encode: Any
@@ -84,7 +85,7 @@ class Conveniences:
         self._check_open()
         parsed = parse_prompt(prompt, self._encode, self.model_config.vocab_size, "prompt")
         wish = self._wish(self._parse_params(sampling_params, 1)[0])
-        return self._stream(parsed, wish, parse_priorities(priority, 1)[0])
+        return self._stream(parsed, wish, parse_priorities(priority, 1, self.config.policy)[0])
 
     def _stream(self, prompt: Prompt, wish: Wish, priority: int) -> Iterator[RequestOutput]:
         with self._lock, deferred_interrupts():

@@ -156,7 +156,7 @@ class Engine(Conveniences, Trainable, Bookkeeping, Followable, Recordable):
     def _generate(self, prompts: Sequence[Prompt], sampling_params: Any, use_tqdm: bool, priority: Any
                   ) -> list[RequestOutput]:  # fmt: skip
         wishes = [self._wish(one) for one in self._parse_params(sampling_params, len(prompts))]
-        priorities = parse_priorities(priority, len(prompts))
+        priorities = parse_priorities(priority, len(prompts), self.config.policy)
         mine: list[Tracked] = []
         with self._lock, deferred_interrupts() as interrupts:
             try:
@@ -190,7 +190,7 @@ class Engine(Conveniences, Trainable, Bookkeeping, Followable, Recordable):
             raise ValueError(f"request_id={request_id!r} is a {type(request_id).__name__}; give a string or None")
         parsed = parse_prompt(prompt, self._encode, self.model_config.vocab_size, "prompt")
         wish = self._wish(self._parse_params(sampling_params, 1)[0])
-        urgency = parse_priorities(priority, 1)[0]
+        urgency = parse_priorities(priority, 1, self.config.policy)[0]
         with self._lock, deferred_interrupts():
             if request_id is not None and self._in_use(request_id, wish.params.n):
                 raise ValueError(f"request_id={request_id!r} is in use: wait for its end, abort it, or take another id")

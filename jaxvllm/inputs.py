@@ -126,12 +126,17 @@ def _check_params(params: SamplingParams, vocab_size: int, engine: EngineConfig,
         )
 
 
-def parse_priorities(priority: Any, count: int) -> list[int]:
-    """One whole number for all prompts, one each, or None for 0."""
+def parse_priorities(priority: Any, count: int, policy: str) -> list[int]:
+    """One whole number for all prompts, one each, or None for 0; another only where the engine's policy has them."""
     values = [0 if priority is None else priority] * count if not isinstance(priority, Sequence) else list(priority)
     if len(values) != count or isinstance(priority, str):
         raise ValueError(f"priority has {len(values)} entries for {count} prompts: give one, or one for each")
     for i, one in enumerate(values):
         if isinstance(one, bool) or not isinstance(one, int | np.integer):
             raise ValueError(f"priority[{i}]={one!r} must be a whole number; smaller is more urgent")
+        if one and policy != "priority":
+            raise ValueError(
+                f"priority[{i}]={one} means nothing under policy={policy!r}: make the Engine with "
+                "scheduling_policy='running_first', policy='priority'"
+            )
     return [int(one) for one in values]

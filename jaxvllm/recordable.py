@@ -13,7 +13,7 @@ from typing import Any, cast
 from jaxvllm.config import ConfigError, EngineConfig
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.distributed import Alone
-from jaxvllm.recording import Recorder
+from jaxvllm.recording import Recorder, writable
 
 
 class Recordable:
@@ -55,10 +55,8 @@ class Recordable:
 
 
 def record_path(record: str | os.PathLike[str] | None) -> Path | None:
-    """The Engine's ``record``. ConfigError if no file can be written there, before hours of serving end with that."""
-    if record is None:
-        return None
-    path = Path(record)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"record={str(path)!r} can't be written: give a file in a folder that exists and is writable")
-    return path
+    """The Engine's ``record``. ConfigError if no file can be written there."""
+    try:
+        return None if record is None else writable(record)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -174,15 +174,25 @@ class Recorder:
         Path(path).write_text(f'{head[:-1]},"steps":[\n{steps}\n]}}\n', encoding="utf-8")
 
 
+def writable(path: str | os.PathLike[str]) -> Path:
+    """The path, or a ValueError if no file can be written there, before hours of serving end with that."""
+    file = Path(path)
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"record={str(file)!r} can't be written: give a file in a folder that exists and is writable")
+    return file
+
+
 @contextmanager
 def record(engine: Any, path: str | os.PathLike[str]) -> Iterator[Recorder]:
     """Record what `engine` does inside the block, and write it to `path` at the end, also after an error.
 
-    ValueError if the engine is serving requests, or is recording already. Cached prefixes are forgotten at the start.
+    ValueError if the engine is serving requests, is recording already, or can't write there. Cached prefixes are
+    forgotten at the start.
     """
+    file = writable(path)
     recorder = engine.start_recording()
     try:
         yield recorder
     finally:
         engine.stop_recording()
-        recorder.write(path)
+        recorder.write(file)

@@ -49,7 +49,7 @@ class SamplingParams:
     top_p: in (0, 1]; a token stays if those more probable than it have less than this probability together (of what
         min_p and top_k left). So the boundary token stays, and equals stay or go together.
 
-    n: completions; they share the prompt's blocks. Completion i of a seeded request has the seed ``seed + i``.
+    n: completions; they share the prompt's full blocks. Completion i of a seeded request has the seed ``seed + i``.
     seed: 64-bit key of the request's noise: the same seed gives the same tokens in any batch. None (or -1, as
         in vLLM) lets the engine derive one from its own seed and the request's number.
     max_tokens: output tokens at most, >= 1; None leaves only the engine's max_model_len as the limit.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -100,15 +100,17 @@ class Trainable:
                 raise ConfigError(f"tokenizer={str(folder)!r} has no tokenizer's files; None: prompts are ids")
         return cls(startup.GivenModel(config, params, tokenizer, donate), mesh=mesh, **options)  # type: ignore[call-arg]
 
-    def generate_ids(self, prompts: Any, sampling_params: SamplingParams | None = None) -> np.ndarray:
-        """Completions as one array, for programs that don't want text: int32 [num_prompts, n, longest completion].
+    def generate_ids(self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+                     ) -> np.ndarray:  # fmt: skip
+        """Completions as one array, for programs that don't want text: int32 [num_prompts, largest n, longest one].
 
-        prompts: ids in any form that ``generate`` takes, numpy and jax arrays among them. Past a completion's end: -1.
+        prompts: ids in any form that ``generate`` takes, numpy and jax arrays among them. sampling_params: as there.
+        Past a completion's end: -1.
         """
-        params = sampling_params or self._default_params
-        outputs = self.generate(prompts, replace(params, detokenize=False, stop=()), use_tqdm=False)
+        outputs = self.generate(prompts, _without_text(sampling_params or self._default_params), use_tqdm=False)
         longest = max((len(one.token_ids) for output in outputs for one in output.outputs), default=0)
-        ids = np.full((len(outputs), params.n, longest), -1, np.int32)
+        most = max((len(output.outputs) for output in outputs), default=0)
+        ids = np.full((len(outputs), most, longest), -1, np.int32)
         for i, output in enumerate(outputs):
             for j, one in enumerate(output.outputs):
                 ids[i, j, : len(one.token_ids)] = one.token_ids
@@ -125,10 +127,11 @@ class Trainable:
         """Replaces the model's weights between two steps. Nothing is compiled again, and what is in the prefix cache is
         never matched any more.
 
-        params: host or device arrays of any float dtype; either the unfused logical tree, {Hugging Face name: array}
-            of ``params.Source``s (or nested dicts of the names' parts), which one jitted function fuses, casts and
-            reshards, compiled at its first use; or the tree that the family's forward takes, or {path: array} with the
-            paths and shapes of ``models.registry.param_table(config)``, the same at any tensor_parallel_size.
+        params: host or device arrays of any float dtype (whole numbers are cast, too); either the unfused logical tree,
+            {Hugging Face name: array} of ``params.Source``s (or nested dicts and lists of the names' parts), which one
+            jitted function fuses, casts and reshards, compiled at its first use; or the tree that the family's forward
+            takes, or {path: array} with the paths and shapes of ``models.registry.param_table(config)``, the same at
+            any tensor_parallel_size.
         running: what happens to unfinished requests. "refuse": RuntimeError if there are any. "finish": they end under
             the old weights first, and ``step`` returns their outputs afterwards. "restart": their outputs are thrown
             away and they begin anew, under the new weights (a stream of deltas, too, begins anew).
@@ -174,3 +177,10 @@ class Trainable:
         for request in unfinished:  # each goes to the head of the queue, so the last comes first
             self._scheduler.restart(request)
             self._completions[request.request_id].begin_anew()
+
+
+def _without_text(params: Any) -> Any:
+    """Each of them without what needs a detokenizer, but where stop strings do."""
+    if isinstance(params, SamplingParams):
+        return replace(params, detokenize=bool(params.stop))
+    return [_without_text(one) for one in params] if isinstance(params, list | tuple) else params

@@ -1,7 +1,7 @@
 """The order in which free blocks are taken: two of them, one for each policy.
 
-Owns that order and nothing else. A block that comes back is "known" if its content can still be found by its prefix: to
-take it loses something, to take an unknown one doesn't. Every operation is O(1) a block.
+Owns that order and nothing else. A block that comes back is "known" if it has a hash by which its content may be found:
+to take it loses something, to take an unknown one doesn't. Every operation is O(1) a block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The two queues, and everything that moves a request between them.
 
-Owns waiting, running, the rows and the pool, and keeps them in step: a request gains its row and blocks in
-`admit` and loses them in `preempt` or `end`, nowhere else. A policy decides with the operations here. Must
+Owns waiting, running, the rows and the pool, and keeps them in step: a request gains its row and first blocks in
+`admit` and loses them in `preempt`, `restart` or `end`, nowhere else. A policy decides with the operations here. Must
 not know about steps.
 """
 

@@ -40,7 +40,7 @@ _NO_TOKENS.flags.writeable = False
 
 
 class RequestStatus(enum.IntEnum):
-    """WAITING -> RUNNING -> FINISHED; a preemption leads from RUNNING back to WAITING."""
+    """WAITING -> RUNNING -> FINISHED; a preemption leads from RUNNING back to WAITING, an abort to FINISHED."""
 
     WAITING = 0
     RUNNING = 1

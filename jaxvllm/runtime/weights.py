@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxvllm.models.params import Index, ParamInfo, Table, flatten
+from jaxvllm.models.params import Index, ParamInfo, Table
 from jaxvllm.runtime.fuse import logical_shapes, make_fuse, make_fuse_into, problems_with, unchanged
 from jaxvllm.runtime.mesh import sharding
 
@@ -114,10 +114,13 @@ class ParamPlacer:
         if not isinstance(params, Mapping):
             raise ValueError(f"params is a {type(params).__name__}: give {{name: array}}, or the tree of a forward")
         flat = _joined(params)
-        if any(name in self._logical for name in flat):
-            return flat, self._logical
-        flat = flatten(params) if "layers" in params else dict(params)
-        return flat, {path: info.shape for path, info in self._canonical.items()}
+        for shapes in (self._logical, {path: info.shape for path, info in self._canonical.items()}):
+            if any(name in shapes for name in flat):
+                return flat, shapes
+        raise ValueError(
+            f"these weights don't fit the model: no name is a Hugging Face name, like {next(iter(self._logical))}, or "
+            f"a path, like {next(iter(self._canonical))}; there are {', '.join(list(flat)[:5]) or 'none'}"
+        )
 
     def _place_logical(self, flat: Mapping[str, Any], donate: bool, old: Mapping[str, jax.Array] | None
                        ) -> dict[str, jax.Array]:  # fmt: skip
@@ -173,9 +176,11 @@ def _buffers(value: Any) -> set[tuple[Any, int]]:
 
 
 def _joined(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts -> {"a.b.c": leaf}."""
+    """Nested dicts, and lists of dicts -> {"a.b.0.c": leaf}."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
+        if isinstance(value, list | tuple) and value and all(isinstance(one, Mapping) for one in value):
+            value = dict(enumerate(value))
         if isinstance(value, Mapping):
             flat |= {f"{name}.{rest}": leaf for rest, leaf in _joined(value).items()}
         else:

@@ -6,7 +6,9 @@ import errno
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from safetensors.numpy import save_file
 
 from jaxvllm.config import ModelConfig
 from jaxvllm.convert import CheckpointError, convert_checkpoint, export_hf, open_checkpoint, verify_checkpoint
-from jaxvllm.convert.workfolder import is_disk_error
+from jaxvllm.convert.workfolder import _remove, is_disk_error
 from jaxvllm.models.registry import param_table
 from tests.convert.helpers import GOLDEN_DIR, golden_copy
 
@@ -188,3 +190,20 @@ def test_memory_of_a_model_of_2_gb(tmp_path: Path, layers: int) -> None:
     for info in param_table(ModelConfig.from_dir(tmp_path / "src")).values():
         with open_checkpoint(tmp_path / "src") as one, open_checkpoint(tmp_path / "back") as other:
             assert np.array_equal(one.read(info).view(np.uint32), other.read(info).view(np.uint32)), info.path
+
+
+def test_a_folder_is_removed_also_under_writes_that_were_under_way(tmp_path: Path) -> None:
+    """They make it again, for a while."""
+    root = tmp_path / "target.partial"
+
+    def write() -> None:
+        for number in range(5):
+            root.mkdir(exist_ok=True)
+            (root / str(number)).write_text("late")
+            time.sleep(0.12)
+
+    root.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(write)
+        _remove(root)
+        assert late.done() and not root.exists()

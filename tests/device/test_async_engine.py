@@ -105,6 +105,44 @@ def test_abort_ends_the_iterator(llm: Engine) -> None:
     check_empty(llm)
 
 
+def test_whoever_gives_up_on_an_abort_harms_nobody(llm: Engine) -> None:
+    """Of an unknown id, of a running request, before the thread has seen it and while it works."""
+
+    async def first(served: AsyncEngine, name: str) -> None:
+        await anext(served.generate(PROMPTS[1], LONG, request_id=name))
+
+    async def main() -> None:
+        async with asyncio.timeout(60), AsyncEngine(llm) as served:
+            other = asyncio.create_task(collect(served, PROMPTS[0], LONG))
+            for number in range(40):
+                name = f"victim-{number}"
+                victim = asyncio.create_task(first(served, name))
+                aborts = [asyncio.create_task(served.abort(one)) for one in (name, "unknown") * 2]
+                for _ in range(number % 4):
+                    await asyncio.sleep(0)
+                for abort in aborts:
+                    abort.cancel()
+                await asyncio.gather(*aborts, return_exceptions=True)
+                victim.cancel()
+                await asyncio.gather(victim, return_exceptions=True)
+            assert len((await other)[-1].token_ids) == 90
+
+    asyncio.run(main())
+    check_empty(llm)
+
+
+def test_two_may_not_drive_one_engine(llm: Engine) -> None:
+    async def main() -> None:
+        async with AsyncEngine(llm):
+            with pytest.raises(RuntimeError, match="another AsyncEngine drives this engine"):
+                AsyncEngine(llm)
+        async with AsyncEngine(llm) as served:  # the first one is closed
+            assert len((await collect(served, PROMPTS[0], LONG))[-1].token_ids) == 90
+
+    asyncio.run(main())
+    check_empty(llm)
+
+
 def test_no_more_than_max_unfinished_at_a_time(llm: Engine) -> None:
     params = sampled(6, max_tokens=4)
     expected = tokens_of(llm, PROMPTS, params)

@@ -55,6 +55,8 @@ def test_prefill_first_records_and_replays_aborts_too(tmp_path: Path) -> None:
             engine.abort_request(ids[1])
             engine.abort_request(ids[8])
             engine.reset_prefix_cache()
+            with pytest.raises(ValueError, match="can't be written"), jaxvllm.record(engine, tmp_path / "no" / "x"):
+                raise AssertionError("it began")
             with pytest.raises(ValueError, match="recording"), jaxvllm.record(engine, tmp_path / "other.json"):
                 pass
             while engine.has_unfinished_requests():
@@ -91,6 +93,17 @@ def test_requests_may_come_at_any_time_and_tell_how_they_fared() -> None:
         for wrong in ([1], "x", [0.5, 1]):
             with pytest.raises(ValueError, match="priority"):
                 engine.generate([[1], [2]], GREEDY, use_tqdm=False, priority=wrong)  # type: ignore[arg-type]
+
+
+def test_a_priority_that_nobody_looks_at_is_refused() -> None:
+    with make_engine(warmup=False) as engine:
+        message = r"priority\[1\]=2 means nothing under policy='fcfs': .* policy='priority'"
+        with pytest.raises(ValueError, match=message):
+            engine.generate([[1], [2]], GREEDY, use_tqdm=False, priority=[0, 2])
+        for call in (engine.add_request, engine.stream):
+            with pytest.raises(ValueError, match="means nothing"):
+                call([1], GREEDY, priority=-1)
+        assert len(engine.generate([[1]], GREEDY, use_tqdm=False, priority=0)) == 1
 
 
 @pytest.mark.parametrize(

@@ -184,3 +184,10 @@ def test_stop_strings_and_samples_are_recorded(llm: Engine, tmp_path: Path) -> N
     recorded = json.loads((tmp_path / "run.json").read_text())
     assert recorded["complete"] and "abort" in {event[1] for event in recorded["events"]}
     assert replay.replay(recorded) == []
+
+
+def test_ids_as_one_array_end_at_stop_strings_too(llm: Engine) -> None:
+    wish = greedy(stop="the", max_tokens=20, temperature=0.9, seed=1)
+    whole = complete(llm, stop="the", max_tokens=20, temperature=0.9, seed=1)
+    assert whole.finish_reason == "stop"
+    assert llm.generate_ids(PROMPT, wish).tolist() == [[whole.token_ids]]

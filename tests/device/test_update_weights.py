@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -66,6 +67,15 @@ def test_weights_that_do_not_fit_are_listed_and_change_nothing() -> None:
         unfused["lm_head.bias"] = unfused.pop("model.layers.0.self_attn.k_proj.weight")
         with pytest.raises(ValueError, match=r"0\.self_attn\.k_proj\.weight is missing; lm_head\.bias is unknown"):
             llm.update_params(unfused)
+        for strange in (
+            {},
+            {"params": weights},
+            {path.replace(".", "/"): one for path, one in weights.items() if "." in path},
+        ):
+            with pytest.raises(
+                ValueError, match=r"no name is a Hugging Face name, like model\.\S+, or a path, like \S+; there"
+            ):
+                llm.update_params(strange)
         with pytest.raises(ValueError, match="running='later'"):
             llm.update_params(weights, running="later")
         llm.add_request(PROMPT, GREEDY)
@@ -165,6 +175,47 @@ def test_ids_as_one_array() -> None:
             for line, one in zip(row, output.outputs, strict=True):
                 assert line.tolist() == one.token_ids + [-1] * (ids.shape[2] - len(one.token_ids))
         assert (ids == -1).any()
+        several = [replace(wish, seed=5), replace(wish, n=1, max_tokens=2)]
+        ids = llm.generate_ids(prompts, several)
+        assert ids.shape[:2] == (2, 2) and (ids[1, 1] == -1).all() and (ids[1, 0, 2:] == -1).all()
+        expected = llm.generate(prompts[0], several[0], use_tqdm=False)[0]
+        assert [line[line >= 0].tolist() for line in ids[0]] == [one.token_ids for one in expected.outputs]
+        with pytest.raises(ValueError, match="sampling_params has 1 entries for 2 prompts"):
+            llm.generate_ids(prompts, [wish])
+
+
+@pytest.mark.parametrize("form", ["nested", "lists", "integer keys", "fused lists", "fused dicts"])
+def test_trees_of_any_kind_are_the_same_weights(form: str) -> None:
+    weights = changed(OTHER, 5)
+
+    def tree(flat: dict[str, Any], layers: str) -> Any:
+        nested: dict[Any, Any] = {}
+        for name, value in flat.items():
+            *parts, last = name.split(".")
+            place = nested
+            for part in parts:
+                place = place.setdefault(int(part) if part.isdigit() and layers == "integers" else part, {})
+            place[last] = value
+        holder = nested.get("model", nested)
+        if layers == "lists":
+            holder["layers"] = [holder["layers"][str(i)] for i in range(len(holder["layers"]))]
+        return nested
+
+    given = {
+        "nested": lambda: tree(logical(OTHER, weights), "dicts"),
+        "lists": lambda: tree(logical(OTHER, weights), "lists"),
+        "integer keys": lambda: tree(logical(OTHER, weights), "integers"),
+        "fused lists": lambda: tree(weights, "lists"),
+        "fused dicts": lambda: tree(weights, "dicts"),
+    }[form]()
+    with make_engine(OTHER, warmup=False) as llm:
+        llm.update_params(weights)
+        expected = {path: np.asarray(one) for path, one in tables.flatten(llm._executor.params).items()}
+        llm.update_params(changed(OTHER, 6))
+        llm.update_params(given)
+        found = tables.flatten(llm._executor.params)
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(np.asarray(found[path]), one) for path, one in expected.items())
 
 
 def test_new_weights_take_the_old_ones_memory() -> None:
