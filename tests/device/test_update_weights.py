@@ -184,38 +184,37 @@ def test_ids_as_one_array() -> None:
             llm.generate_ids(prompts, [wish])
 
 
-@pytest.mark.parametrize("form", ["nested", "lists", "integer keys", "fused lists", "fused dicts"])
-def test_trees_of_any_kind_are_the_same_weights(form: str) -> None:
+def tree(flat: Mapping[str, Any], *, lists: bool = False, numbers: bool = False) -> Any:
+    """{"a.0.b": leaf} as nested dicts; layers as a list, or numbers as keys."""
+    nested: dict[Any, Any] = {}
+    for name, value in flat.items():
+        *parts, last = name.split(".")
+        place = nested
+        for part in parts:
+            place = place.setdefault(int(part) if part.isdigit() and numbers else part, {})
+        place[last] = value
+    holder = nested.get("model", nested)
+    if lists:
+        holder["layers"] = list(holder["layers"].values())
+    return nested
+
+
+def test_trees_of_any_kind_are_the_same_weights() -> None:
     weights = changed(OTHER, 5)
-
-    def tree(flat: dict[str, Any], layers: str) -> Any:
-        nested: dict[Any, Any] = {}
-        for name, value in flat.items():
-            *parts, last = name.split(".")
-            place = nested
-            for part in parts:
-                place = place.setdefault(int(part) if part.isdigit() and layers == "integers" else part, {})
-            place[last] = value
-        holder = nested.get("model", nested)
-        if layers == "lists":
-            holder["layers"] = [holder["layers"][str(i)] for i in range(len(holder["layers"]))]
-        return nested
-
-    given = {
-        "nested": lambda: tree(logical(OTHER, weights), "dicts"),
-        "lists": lambda: tree(logical(OTHER, weights), "lists"),
-        "integer keys": lambda: tree(logical(OTHER, weights), "integers"),
-        "fused lists": lambda: tree(weights, "lists"),
-        "fused dicts": lambda: tree(weights, "dicts"),
-    }[form]()
+    unfused = logical(OTHER, weights)
     with make_engine(OTHER, warmup=False) as llm:
-        llm.update_params(weights)
-        expected = {path: np.asarray(one) for path, one in tables.flatten(llm._executor.params).items()}
-        llm.update_params(changed(OTHER, 6))
-        llm.update_params(given)
-        found = tables.flatten(llm._executor.params)
-        assert found.keys() == expected.keys()
-        assert all(np.array_equal(np.asarray(found[path]), one) for path, one in expected.items())
+
+        def placed(params: Any) -> dict[str, np.ndarray]:
+            llm.update_params(params)
+            return {path: np.asarray(one) for path, one in tables.flatten(llm._executor.params).items()}
+
+        expected, other = placed(weights), changed(OTHER, 6)
+        for given in (tree(unfused), tree(unfused, lists=True), tree(unfused, numbers=True), tree(weights, lists=True),
+                      tree(weights)):  # fmt: skip
+            llm.update_params(other)
+            found = placed(given)
+            assert found.keys() == expected.keys()
+            assert all(np.array_equal(found[path], one) for path, one in expected.items())
 
 
 def test_new_weights_take_the_old_ones_memory() -> None:
