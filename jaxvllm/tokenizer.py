@@ -172,9 +172,13 @@ def _load_plain(path: Path, config: Mapping[str, Any]) -> "tokenizers.Tokenizer 
     return backend
 
 
+def _not_about_pytorch(record: logging.LogRecord) -> bool:
+    """transformers' import warns that it isn't there, which nobody misses here."""
+    return "PyTorch was not found" not in record.getMessage()
+
+
 def _load_auto(path: Path) -> Any:
-    # its import warns that there is no PyTorch, which nobody misses here
-    logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
+    logging.getLogger("transformers").addFilter(_not_about_pytorch)
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
