@@ -77,7 +77,7 @@ class AsyncEngine:
             box = _Mailbox(asyncio.get_running_loop(), delta)
             added = self._submit(lambda: self._add(prompt, sampling_params, name, priority, box))
             try:
-                await asyncio.shield(asyncio.wrap_future(added))
+                await asyncio.wrap_future(added)
                 while True:
                     output = await box.take()
                     yield output
@@ -86,7 +86,7 @@ class AsyncEngine:
             finally:
                 if not box.finished:
                     with contextlib.suppress(RuntimeError):  # the engine was closed meanwhile: it has forgotten all
-                        await asyncio.shield(asyncio.wrap_future(self._submit(lambda: self._forget(name, box))))
+                        await asyncio.wrap_future(self._submit(lambda: self._forget(name, box)))
         finally:
             self._give_turn()
 
