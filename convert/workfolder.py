@@ -106,8 +106,10 @@ def building(
                 _check_space(root, num_bytes)
                 yield work
                 _take_place(work.path, target, there)
-            finally:  # not reached when the process is killed
-                _remove(root)
+            except BaseException:  # not reached when the process is killed
+                _remove(root, absences=6)  # writes that were under way may still make files, and the folder again
+                raise
+            _remove(root)
     except OSError as error:
         raise CheckpointError(target, [f"can't be written: {_reason(error)}; {_what_is_left(root)}"]) from error
 
@@ -170,13 +172,14 @@ def _reason(error: OSError) -> str:
     return f"{words}{detail}{where}{hint}"
 
 
-def _remove(root: Path) -> None:
+def _remove(root: Path, absences: int = 1) -> None:
+    """Until the folder isn't there at so many looks, 50 ms apart, one after the other; gives up after 2 seconds."""
     absent = 0
-    for _ in range(40):  # writes that were under way when another one failed may still make files, and the folder
-        absent = 0 if root.exists() else absent + 1
-        if absent == 6:
-            return
+    for _ in range(40):
         shutil.rmtree(root, ignore_errors=True)
+        absent = 0 if root.exists() else absent + 1
+        if absent == absences:
+            return
         time.sleep(0.05)
 
 
