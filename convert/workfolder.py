@@ -173,11 +173,12 @@ def _reason(error: OSError) -> str:
 
 
 def _remove(root: Path, absences: int = 1) -> None:
-    """Until the folder isn't there at so many looks, 50 ms apart, one after the other; gives up after 2 seconds."""
+    """Until the folder stays away for so many looks, 50 ms apart; gives up after 2 seconds."""
     absent = 0
     for _ in range(40):
+        back = root.exists()
         shutil.rmtree(root, ignore_errors=True)
-        absent = 0 if root.exists() else absent + 1
+        absent = 0 if root.exists() else 1 if back else absent + 1
         if absent == absences:
             return
         time.sleep(0.05)

@@ -6,9 +6,7 @@ import errno
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +14,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxvllm.config import ModelConfig
-from jaxvllm.convert import CheckpointError, convert_checkpoint, export_hf, open_checkpoint, verify_checkpoint
-from jaxvllm.convert.workfolder import _remove, is_disk_error
+from jaxvllm.convert import (
+    CheckpointError,
+    convert_checkpoint,
+    export_hf,
+    open_checkpoint,
+    verify_checkpoint,
+    workfolder,
+)
+from jaxvllm.convert.workfolder import is_disk_error
 from jaxvllm.models.registry import param_table
 from tests.convert.helpers import GOLDEN_DIR, golden_copy
 
@@ -192,18 +197,30 @@ def test_memory_of_a_model_of_2_gb(tmp_path: Path, layers: int) -> None:
             assert np.array_equal(one.read(info).view(np.uint32), other.read(info).view(np.uint32)), info.path
 
 
-def test_a_folder_is_removed_also_under_writes_that_were_under_way(tmp_path: Path) -> None:
-    """They make it again, for a while."""
+@pytest.mark.parametrize(("every", "absences", "gone"), [(3, 6, True), (5, 6, True), (6, 6, False), (1, 1, False)])
+def test_a_folder_is_removed_also_under_writes_that_were_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, absences: int, gone: bool
+) -> None:
+    """They make it again five times, each time after `every` looks: fewer than the looks that it has to stay away."""
     root = tmp_path / "target.partial"
-
-    def write() -> None:
-        for number in range(5):
-            root.mkdir(exist_ok=True)
-            (root / str(number)).write_text("late")
-            time.sleep(0.12)
-
     root.mkdir()
-    with ThreadPoolExecutor(1) as pool:
-        late = pool.submit(write)
-        _remove(root, absences=6)
-        assert late.done() and not root.exists()
+    looks = 0
+
+    def write(_: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks % every == 0 and looks <= 5 * every:
+            root.mkdir(exist_ok=True)
+            (root / str(looks)).write_text("late")
+
+    monkeypatch.setattr(workfolder.time, "sleep", write)
+    workfolder._remove(root, absences)
+    assert not root.exists() and (looks == 5 * every + absences - 1) == gone
+
+
+def test_a_folder_that_comes_back_for_ever_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "target.partial"
+    root.mkdir()
+    monkeypatch.setattr(workfolder.time, "sleep", lambda _: root.mkdir())
+    workfolder._remove(root, absences=2)
+    assert root.exists()
