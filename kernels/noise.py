@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 LANES = 512
 WORDS = 4
@@ -38,16 +39,28 @@ def philox4x32(
     key: tuple[jax.Array, jax.Array],
     counter: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
     mulhi: Callable[[jax.Array, jax.Array], jax.Array] = mulhi,
+    *,
+    unroll: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Philox-4x32-10 of uint32 arrays that broadcast together -> four uint32 arrays. mulhi: high word of a product."""
-    k0, k1 = key
-    c0, c1, c2, c3 = counter
-    for _ in range(_ROUNDS):
+    """Philox-4x32-10 of uint32 arrays that broadcast together -> four uint32 arrays. mulhi: high word of a product.
+
+    unroll: the rounds one after the other, which runs faster; otherwise a loop: a tenth of the operations to compile.
+    """
+
+    def round_(_: object, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        c0, c1, c2, c3, k0, k1 = state
         m0, m1 = (jnp.uint32(m) for m in _MULTIPLIERS)
         high0, low0, high1, low1 = mulhi(c0, m0), c0 * m0, mulhi(c2, m1), c2 * m1
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = k0 + jnp.uint32(_WEYL[0]), k1 + jnp.uint32(_WEYL[1])
-    return c0, c1, c2, c3
+        weyl0, weyl1 = (jnp.uint32(w) for w in _WEYL)
+        return high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0, k0 + weyl0, k1 + weyl1
+
+    state = (*counter, *key)
+    if unroll:
+        for _ in range(_ROUNDS):
+            state = round_(None, state)
+    else:
+        state = lax.fori_loop(0, _ROUNDS, round_, tuple(jnp.broadcast_arrays(*state)))
+    return state[:4]
 
 
 def gumbel_from_bits(bits: jax.Array) -> jax.Array:
@@ -70,7 +83,8 @@ def gumbel_noise(seeds: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.
     index = ids // (WORDS * LANES) * LANES + ids % LANES
     zero = jnp.zeros((), jnp.uint32)
     key = seeds[:, 0, None], seeds[:, 1, None]
-    words = philox4x32(key, (index, positions.astype(jnp.uint32)[:, None], zero, zero))
+    counter = index, positions.astype(jnp.uint32)[:, None], zero, zero
+    words = philox4x32(key, counter, unroll=jax.default_backend() != "cpu")
     word = ids // LANES % WORDS
     bits = jnp.where(word < 2, jnp.where(word == 0, words[0], words[1]), jnp.where(word == 2, words[2], words[3]))
     return gumbel_from_bits(bits)

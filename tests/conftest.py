@@ -3,9 +3,9 @@
 By default everything runs on the CPU with 8 fake devices. JAXVLLM_TEST_GPU=1 leaves the platform to jax, for
 `make test-gpu`; tests marked `gpu` are skipped without it. Tests marked `slow` need `--slow`.
 
-Compiling is most of the suite's time, and many engines of it are alike. So XLA runs at level 0 (the arithmetic is the
-same), and whatever one test compiled the others read from a folder that lives as long as the session. What jax finds
-it by is the program itself: other code is never answered from it, and the engine's own counts are as without it.
+Compiling is most of the suite's time. So XLA runs at level 0 (the arithmetic is the same), and engines that are alike
+share what is compiled, within a worker: tests/kept_programs.py. jax's folder of compiled programs is one of the
+session's, so that a test that turns it on leaves nothing behind.
 """
 
 import gc
@@ -31,8 +31,7 @@ if not ON_GPU:
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # a tenth of lowering goes into where each operation is from
     if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder of the process that started them
         os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxvllm-tests-")
-        os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(1 << 32)  # never reached: with a limit, jax locks the folder
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.25"  # few files: the lock's holder looks at all
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # writing costs more than the rare hits save
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

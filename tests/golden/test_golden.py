@@ -19,6 +19,7 @@ import pytest
 from jaxvllm import Engine, ModelConfig, SamplingParams
 from jaxvllm.core.request import Request
 from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.kernels import xla
 from tests.kept_programs import kept_programs
 
 DATA = Path(__file__).parent.parent / "golden_data"
@@ -33,6 +34,7 @@ CHUNKED = [(name, size) for name, size in CASES if size == 16 or name == "tied_h
 SMALL_BLOCKS = [case for case in CASES if case[1] < 64]  # no pool of larger ones preempts
 LOGPROB_TOLERANCE = 1e-4
 MODEL_LEN = 176  # the longest recorded prompt and its tokens: 174
+LOOPED = 16
 WHOLE_PROMPTS = "yarn_factor_4"  # its steps hold all prompts at once, 191 tokens; the others' the three shorter ones
 PREFIX_HITS = "tied_head_dim_differs"  # where the pool has room for what is cached; the scheduler's matter, too
 NAMED = "{0[0]}-{0[1]}".format  # a case
@@ -52,7 +54,10 @@ def engine(name: str, block_size: int, **options: object) -> Engine:
     tokens = 192 if name == WHOLE_PROMPTS else 48
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": tokens, "decode_buckets": (4,), "token_buckets": (tokens,),
                 "max_model_len": MODEL_LEN, "num_blocks": 512 // block_size, "enable_processors": False}  # fmt: skip
-    with kept_programs(many_steps=True):
+    # attention looks at its keys in a loop of chunks at one block size, at all of them at once at the others
+    chunk = xla.CHUNK_TOKENS if block_size == LOOPED else MODEL_LEN + block_size
+    with kept_programs(many_steps=True), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(xla, "CHUNK_TOKENS", chunk)
         return Engine(DATA / name, block_size=block_size, **(defaults | options))  # type: ignore[arg-type]
 
 
