@@ -25,7 +25,7 @@ RAGGED_PARAMS = [(c, "float32") for c in cases.RAGGED_CASES] + [
 
 def with_mosaic(of_mosaic: Sequence[Any]) -> list[Any]:
     """Mosaic's own cases, for all backends; to the others its shapes are nothing that theirs don't have."""
-    marks = dict.fromkeys(BACKENDS, pytest.mark.slow)
+    marks: dict[str, Any] = dict.fromkeys(BACKENDS, pytest.mark.slow)
     return [pytest.param(case, "bfloat16", backend, marks=marks.get(backend, ()))
             for case in of_mosaic for backend in (*BACKENDS, "mosaic_interpret")]  # fmt: skip
 
