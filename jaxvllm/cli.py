@@ -131,6 +131,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if not prompts:
         raise ValueError('nothing to do: give --prompt "text" or --prompt-ids 1,2,3')
     from jaxvllm.config import ModelConfig
+    from jaxvllm.inputs import parse_prompt
     from jaxvllm.sampling_params import SamplingParams
 
     given = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")}
@@ -142,7 +143,9 @@ def run_generate(args: argparse.Namespace) -> int:
         return [replace(defaults, seed=seed, **common) for seed in seeds]
 
     sampling_params(SamplingParams())
-    ModelConfig.from_dir(args.path)  # as wrong values above: refused before jax is imported
+    vocab_size = ModelConfig.from_dir(args.path).vocab_size  # as wrong values above: refused before jax is imported
+    for text in args.prompt_ids:
+        parse_prompt(_parse_ids(text), None, vocab_size, f"--prompt-ids {text!r}")
     from jaxvllm.engine import Engine
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")  # on stderr

@@ -8,6 +8,7 @@ import enum
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,21 +167,26 @@ class SamplingParams:
         return self.has_row_state or self.has_filters or self.logprobs is not None
 
 
-def _plain_number(name: str, value: Any, kind: Any, what: str) -> None:
+def _plain_number(name: str, value: Any, kind: Any, what: str) -> Any:
+    """value; what is in it, if it is an array of no dimensions (numpy's, jax's)."""
+    if hasattr(value, "__array__") and getattr(value, "ndim", None) == 0:
+        with suppress(Exception):  # a traced array, a key: refused below as what it is
+            value = np.asarray(value).item()
     # bool is an Integral in Python, but max_tokens=True is a mistake, not a 1.
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, kind):
+    if isinstance(value, bool) or not isinstance(value, kind):
         raise ValueError(f"{name}={value!r} must be {what}, not {type(value).__name__}")
+    return value
 
 
 def _integer(name: str, value: Any, least: int | None = None, hint: str = "") -> int:
-    _plain_number(name, value, numbers.Integral, "an integer")
+    value = _plain_number(name, value, numbers.Integral, "an integer")
     if least is not None and value < least:
         raise ValueError(f"{name}={value} must be at least {least}{hint}")
     return int(value)
 
 
 def _float(name: str, value: Any) -> float:
-    _plain_number(name, value, numbers.Real, "a number")
+    value = _plain_number(name, value, numbers.Real, "a number")
     try:
         return float(value)
     except OverflowError:

@@ -122,14 +122,17 @@ def test_generate_samples_as_the_checkpoint_wants_unless_told_otherwise(
         (["generate", "nowhere"], "--prompt"),
         (["generate", "nowhere", "--prompt-ids", "1,a"], "1,a"),
         (["generate", "nowhere", "--prompt", "x", "--temperature", "nan"], "temperature"),
+        (["generate", str(GOLDEN / "yarn_factor_4"), "--prompt-ids", "1,331"], "'1,331'[1]=331 is no token id"),
+        (["generate", str(GOLDEN / "yarn_factor_4"), "--prompt-ids", ""], "--prompt-ids '' is empty"),
         (["generate", str(GOLDEN / "yarn_factor_4"), "--chat", "--prompt", "x"], "--chat needs a tokenizer"),
         (["generate", str(TINY_KJV), "--chat", "--prompt", "x"], "no chat template"),
         (["inspect", "nowhere"], "nowhere"),
     ],
 )
 def test_mistakes_end_with_a_message_and_status_1(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("jaxvllm.startup.make_executor", None)  # before anything is loaded
     assert cli.main(arguments) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")

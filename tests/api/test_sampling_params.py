@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -115,6 +117,18 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
     values = [params.temperature, params.max_tokens, params.ignore_eos, params.stop_token_ids, params.seed]
     assert [type(value) for value in values] == [float, int, bool, tuple, int]
     assert hash(params) == hash(expected)
+
+
+def test_numbers_of_jax_become_plain_ones_but_no_keys_and_nothing_traced() -> None:
+    arrays = {"seed": jnp.uint32(7), "temperature": jnp.float32(0.5), "stop_token_ids": jnp.array([7, 8])}
+    params = SamplingParams(**arrays, max_tokens=np.array(3))  # type: ignore[arg-type]
+    assert params == SamplingParams(seed=7, temperature=0.5, stop_token_ids=(7, 8), max_tokens=3)
+    assert [type(value) for value in (params.seed, params.temperature, params.max_tokens)] == [int, float, int]
+    for wrong in (jnp.float32(7), jnp.array(True), jnp.array([7]), jax.random.key(7), jax.random.PRNGKey(7)):
+        with pytest.raises(ValueError, match=r"(?s)seed=.* must be an integer"):
+            SamplingParams(seed=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"(?s)seed=.* must be an integer"):
+        jax.jit(lambda seed: SamplingParams(seed=seed).n)(7)
 
 
 def test_special_values_as_in_vllm() -> None:
