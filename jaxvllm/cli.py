@@ -144,8 +144,8 @@ def run_generate(args: argparse.Namespace) -> int:
 
     sampling_params(SamplingParams())
     vocab_size = ModelConfig.from_dir(args.path).vocab_size  # as wrong values above: refused before jax is imported
-    for text in args.prompt_ids:
-        parse_prompt(_parse_ids(text), None, vocab_size, f"--prompt-ids {text!r}")
+    for text, ids in zip(args.prompt_ids, prompts[len(args.prompt) :], strict=True):
+        parse_prompt(ids, None, vocab_size, f"--prompt-ids {text!r}")
     from jaxvllm.engine import Engine
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")  # on stderr

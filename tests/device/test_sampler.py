@@ -33,8 +33,9 @@ def words(*values: int) -> list[jax.Array]:
         ),
     ],
 )
-def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], result: str) -> None:
-    out = philox4x32(tuple(words(*key)), tuple(words(*counter)))  # type: ignore[arg-type]
+@pytest.mark.parametrize("unroll", [False, True])
+def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], result: str, unroll: bool) -> None:
+    out = philox4x32(tuple(words(*key)), tuple(words(*counter)), unroll=unroll)  # type: ignore[arg-type]
     assert " ".join(f"{int(word):08x}" for word in out) == result
 
 
