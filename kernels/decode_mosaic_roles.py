@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .mosaic_tiles import COLUMNS, ROWS, as_operand, copy_pages, online_softmax, page_blocks, zero_tail
+from .mosaic_tiles import COLUMNS, ROWS, as_operand, copy_pages, online_softmax, page_blocks, store_rows, zero_tail
 
 TILE = 64  # context tokens of a kv tile
 RUNS = 2  # of a multiprocessor
@@ -220,7 +220,7 @@ def _attend(p: Run, pieces, done, seq, head, context, first_tile, count) -> None
         p.logs.at[p.run][...] = top + jnp.log2(total)
         half = head_dim // 2
         for i in (0, 1):
-            halves[...] = out[:, i * half : (i + 1) * half]
+            store_rows(halves, out[:, i * half : (i + 1) * half])
             plgpu.commit_smem()
             where = slot, pl.ds(0, p.group), pl.ds(i * half, half)
             plgpu.copy_smem_to_gmem(halves.at[pl.ds(0, p.group)], p.parts.at[where])

@@ -16,6 +16,17 @@ COLUMNS = 64  # of a copy: 128 bytes, the swizzle
 TRANSFORMS = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
 
+def store_rows(ref, values: jax.Array) -> None:
+    """Values in wgmma's layout into untiled shared memory, though some threads meet in a bank.
+
+    From jax 0.12 on that has to be asked for; before, there is no other way to store.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, values, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        ref[...] = values
+
+
 def causal(scores: jax.Array, position, heads: int) -> jax.Array:
     """The scores, -inf where a key lies behind the query.
 

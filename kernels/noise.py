@@ -60,7 +60,8 @@ def philox4x32(
             state = round_(None, state)
     else:
         state = lax.fori_loop(0, _ROUNDS, round_, tuple(jnp.broadcast_arrays(*state)))
-    return state[:4]
+    c0, c1, c2, c3, *_ = state
+    return c0, c1, c2, c3
 
 
 def gumbel_from_bits(bits: jax.Array) -> jax.Array:
