@@ -176,9 +176,10 @@ def _remove(root: Path, absences: int = 1) -> None:
     """Until the folder stays away for so many looks, 50 ms apart; gives up after 2 seconds."""
     absent = 0
     for _ in range(40):
-        back = root.exists()
-        shutil.rmtree(root, ignore_errors=True)
-        absent = 0 if root.exists() else 1 if back else absent + 1
+        if root.exists():
+            absent = 0
+            shutil.rmtree(root, ignore_errors=True)
+        absent += not root.exists()
         if absent == absences:
             return
         time.sleep(0.05)

@@ -4,8 +4,8 @@ By default everything runs on the CPU with 8 fake devices. JAXVLLM_TEST_GPU=1 le
 `make test-gpu`; tests marked `gpu` are skipped without it. Tests marked `slow` need `--slow`.
 
 Compiling is most of the suite's time. So XLA runs at level 0 (the arithmetic is the same), and engines that are alike
-share what is compiled, within a worker: tests/kept_programs.py. jax's folder of compiled programs is one of the
-session's, so that a test that turns it on leaves nothing behind.
+share what is compiled, within a worker: tests/kept_programs.py. (jax's folder of compiled programs isn't used: writing
+them costs more than the rare hits save.)
 """
 
 import gc
@@ -30,8 +30,7 @@ if not ON_GPU:
         os.environ["XLA_FLAGS"] = " ".join(flags).strip()
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # a tenth of lowering goes into where each operation is from
     if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder of the process that started them
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxvllm-tests-")
-        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # writing costs more than the rare hits save
+        os.environ["JAXVLLM_TESTS_DIR"] = tempfile.mkdtemp(prefix="jaxvllm-tests-")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,7 +48,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_unconfigure() -> None:
     if not ON_GPU and "PYTEST_XDIST_WORKER" not in os.environ:
-        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+        shutil.rmtree(os.environ["JAXVLLM_TESTS_DIR"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

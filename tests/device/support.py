@@ -42,7 +42,7 @@ def two_layers(name: str) -> Path:
     Nothing here compares with what was recorded (tests/golden does), and two layers have what any number has: a
     first, a last, one after another. The folder goes with the session's.
     """
-    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=os.environ.get("JAX_COMPILATION_CACHE_DIR")))
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=os.environ.get("JAXVLLM_TESTS_DIR")))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     config = json.loads((DATA / name / "config.json").read_text())
     config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}

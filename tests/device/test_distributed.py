@@ -188,7 +188,7 @@ def test_a_follower_that_fails_or_leaves_ends_the_leader(monkeypatch: pytest.Mon
             leader._get("agree/0/4", 5)
         unaware, follower = group(Store())
         leave(follower)
-        at_once(leader.close, unaware.close)  # wait for nobody
+        assert at_once(leader.close, unaware.close) == [None, None]  # wait for nobody
 
 
 def test_a_follower_that_waits_for_a_message_can_be_interrupted() -> None:
