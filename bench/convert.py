@@ -30,10 +30,10 @@ import numpy as np
 from bench.common import Row, accelerator_name, parser, record
 from bench.models import model_config
 from jaxvllm.config import DTYPE_BYTES, ModelConfig
-from jaxvllm.convert.files import PIECE_BYTES
 from jaxvllm.convert.pace import PACE, Pace
 
 THREADS = 16
+PIECE_BYTES = 16 << 20
 
 
 def write_random(folder: Path, config: ModelConfig) -> None:
@@ -115,12 +115,14 @@ def load(folder: Path, tp: int, pace: Pace) -> None:
     from jaxvllm.convert import load_shards
     from jaxvllm.models.registry import param_table
     from jaxvllm.runtime.mesh import make_mesh
+    from jaxvllm.runtime.upload import open_upload
     from jaxvllm.runtime.weights import make_place
 
     config = ModelConfig.from_dir(folder)
     mesh = make_mesh(tp)
-    params = load_shards(folder, param_table(config, tp=tp), dtype=config.dtype, place=make_place(mesh),
-                         keeps=mesh.devices.flat[0].platform == "cpu", pace=pace)  # fmt: skip
+    with open_upload(mesh.local_devices) or contextlib.nullcontext() as upload:
+        params = load_shards(folder, param_table(config, tp=tp), dtype=config.dtype, place=make_place(mesh, upload),
+                             keeps=mesh.devices.flat[0].platform == "cpu", pace=pace)  # fmt: skip
     jax.block_until_ready(params)
 
 

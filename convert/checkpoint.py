@@ -19,11 +19,11 @@ from typing import Self
 import numpy as np
 
 from jaxvllm.config import ModelConfig
-from jaxvllm.convert.files import ParallelReader, checksum, file_checksum, fill, fill_slice
+from jaxvllm.convert.files import ParallelReader, Piece, Stored, checksum, file_checksum, fill, fill_slice
 from jaxvllm.convert.manifest import FORMAT, MANIFEST, Manifest, StoredParam, read_manifest
 from jaxvllm.convert.memory import FRESH, Lease
 from jaxvllm.convert.pace import PACE
-from jaxvllm.convert.tables import allocate, canonical_table, cut_from_whole, host_dtype
+from jaxvllm.convert.tables import allocate, canonical_table, cut_from_whole, host_dtype, part_shape, slices_of
 from jaxvllm.models.params import Index, ParamInfo, Table
 
 SMALL_BYTES = 1 << 20
@@ -39,13 +39,13 @@ class OurReader:
         self.manifest = read_manifest(path)
         self.stored: dict[str, StoredParam] = self.manifest.params
         self.canonical = canonical_table(ModelConfig.from_dir(path))
-        self._reader = ParallelReader(readers)
+        self.threads = ParallelReader(readers)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._reader.close()
+        self.threads.close()
 
     def problems(self, table: Table) -> list[str]:
         """Everything wrong with this folder for ``table`` (any tp): files; missing, unused, mis-shaped."""
@@ -82,34 +82,43 @@ class OurReader:
             return reform(stored.inline().astype(wanted, copy=False), have, info)
         place = stored.at(self.path, info.path)
         if same_form(have, info):
-            return self._reader.read(place, wanted, lease)
+            return self.threads.read(place, wanted, lease)
         if len(info.sources) == 1:  # padded rows of the vocabulary
             dest = allocate(info, wanted, lease)
-            self._reader.run(fill(place, dest[info.sources[0].index]))
+            self.threads.run(fill(place, dest[info.sources[0].index]), dest.nbytes)
             return dest
-        return reform(self._reader.read(place, wanted, lease), have, info)
+        return reform(self.threads.read(place, wanted, lease), have, info)
 
     def shards(self, info: ParamInfo, dtype: np.dtype, lease: Lease = FRESH) -> Callable[[Index], np.ndarray]:
         """A function index -> that part of the parameter, reading no other bytes where they lie in runs of some length.
 
         Otherwise (columns of a matrix, another form than stored) the parameter is read whole, once.
         """
-        stored = self.stored[info.path]
         whole = cut_from_whole(lambda: self.read(info, dtype, lease), lease)
-        if stored.file is None or not same_form(self.canonical[info.path], info):
+        if self._place_of(info) is None:
             return whole
-        place = stored.at(self.path, info.path)
 
         def cut(index: Index) -> np.ndarray:
-            slices = [slice(*s.indices(n)) for s, n in zip(index, info.shape, strict=True) if isinstance(s, slice)]
-            out = lease.empty(tuple(s.stop - s.start for s in slices), dtype)
-            jobs = fill_slice(place, tuple(slices), out)
-            if jobs is None:
+            out = lease.empty(part_shape(info, index), dtype)
+            pieces = self.pieces(info, index, out)
+            if pieces is None:
                 return whole(index)
-            self._reader.run(jobs)
+            self.threads.run(pieces, out.nbytes)
             return out
 
         return cut
+
+    def pieces(self, info: ParamInfo, index: Index, out: np.ndarray) -> list[Piece] | None:
+        """What fills ``out``, any memory of the part's shape; None where the parameter is read whole first."""
+        place = self._place_of(info)
+        found = None if place is None else fill_slice(place, slices_of(info, index), out)
+        return None if found is None else list(found)
+
+    def _place_of(self, info: ParamInfo) -> Stored | None:
+        """Where a parameter lies in ``info``'s form, or None."""
+        stored = self.stored[info.path]
+        in_a_file = stored.file is not None and same_form(self.canonical[info.path], info)
+        return stored.at(self.path, info.path) if in_a_file else None
 
     def stored_dtype(self, info: ParamInfo) -> np.dtype:
         return host_dtype(self.stored[info.path].dtype)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +22,41 @@ import xxhash
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.memory import FRESH, Lease
 
-PIECE_BYTES = 16 << 20  # what one thread reads at a time
+PIECE_BYTES = 8 << 20  # what one thread reads at a time; 16 threads' stay in a large processor's cache
+SMALL_BYTES = 1 << 20  # read at once where they are wanted
 MIN_RUN_BYTES = 128 << 10  # a shorter run of bytes isn't worth a read of its own
+
+
+_of_thread = threading.local()  # opened: a pool's OpenFiles, in its threads
+
+
+class OpenFiles:
+    """Descriptors that a pool's threads share: opening a file for every piece costs each of them a turn at Python."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def use(self) -> None:
+        """Reads of this thread go by these from now on."""
+        _of_thread.opened = self
+
+    def get(self, file: Path) -> int:
+        descriptor = self._descriptors.get(file)
+        if descriptor is None:
+            with self._lock:
+                if file not in self._descriptors:
+                    self._descriptors[file] = _open(file)
+                descriptor = self._descriptors[file]
+        return descriptor
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+
+def _open(file: Path) -> int:
+    return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +85,51 @@ class Stored:
     def read_into(self, out: np.ndarray, first: int = 0) -> None:
         """Fills the vector ``out`` (contiguous, this dtype) from the flat index ``first`` on."""
         view = memoryview(out.view(np.uint8))
-        done = 0
+        start, done = self.offset_bytes + first * self.dtype.itemsize, 0
+        opened: OpenFiles | None = getattr(_of_thread, "opened", None)
         try:
-            descriptor = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = _open(self.file) if opened is None else opened.get(self.file)
             try:
-                start = self.offset_bytes + first * self.dtype.itemsize
                 while done < len(view):  # one read returns at most 2 GiB on Linux
                     count = os.preadv(descriptor, [view[done:]], start + done)
                     if not count:
                         break
                     done += count
             finally:
-                os.close(descriptor)
+                if opened is None:
+                    os.close(descriptor)
         except OSError as error:
             raise CheckpointError(self.file, [f"{self.name} can't be read: {error.strerror}"]) from error
         if done != len(view):
             raise CheckpointError(self.file, [f"{self.name} ends after {done} of {len(view)} bytes: file changed"])
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A job of one thread: to fill the vector ``out``, in its dtype, with ``stored``'s elements from ``first`` on."""
+
+    stored: Stored
+    first: int
+    out: np.ndarray
+
+    def __call__(self) -> None:
+        self.read_into(self.out)
+
+    def read_into(self, out: np.ndarray) -> None:
+        """The same with another vector of this size and dtype. Raises CheckpointError as ``Stored.read`` does."""
+        if out.dtype == self.stored.dtype:
+            self.stored.read_into(out, self.first)
+        else:
+            out[...] = self.stored.read(self.first, out.size)
+
+
 class ParallelReader:
     """A pool of threads that reads; a context manager. Any thread may use it."""
 
     def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, "read")
+        self._opened = OpenFiles()
+        self._pool = ThreadPoolExecutor(threads, "read", self._opened.use)
+        self._started: list[Future[None]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -84,10 +140,15 @@ class ParallelReader:
         self.close()
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)  # waits for those that run
+        self._opened.close()
 
-    def run(self, jobs: Iterable[Callable[[], None]]) -> None:
-        """Does all jobs; raises the first one's error after none runs any more."""
+    def run(self, jobs: Iterable[Callable[[], None]], num_bytes: int) -> None:
+        """Does all jobs; raises the first one's error after none runs any more. Few bytes don't wait for a thread."""
+        if num_bytes < SMALL_BYTES:
+            for job in jobs:
+                job()
+            return
         futures = [self._pool.submit(job) for job in jobs]
         try:
             for future in futures:
@@ -97,23 +158,34 @@ class ParallelReader:
                 future.cancel()
             raise
 
+    def start(self, jobs: Iterable[Callable[[], None]]) -> None:
+        """Has all jobs done at some time before ``finish`` returns."""
+        self._started += [self._pool.submit(job) for job in jobs]
+
+    def finish(self) -> None:
+        """Waits for what was started; raises an error as soon as there is one: then ``close`` waits for the others."""
+        done, _ = wait(self._started, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        self._started.clear()
+
     def read(self, stored: Stored, dtype: np.dtype, lease: Lease = FRESH) -> np.ndarray:
         """An array of ``stored``'s shape, cast to ``dtype`` piece by piece."""
         out = lease.empty(stored.shape, dtype)
-        self.run(fill(stored, out))
+        self.run(fill(stored, out), out.nbytes)
         return out
 
 
-def fill(stored: Stored, out: np.ndarray) -> Iterator[Callable[[], None]]:
-    """Jobs that fill ``out``, whose C order is ``stored``'s, strided as it may be, in ``out``'s dtype."""
+def fill(stored: Stored, out: np.ndarray) -> Iterator[Piece]:
+    """What fills ``out``, whose C order is ``stored``'s, strided as it may be, in ``out``'s dtype."""
     first = 0
     for run in contiguous_runs(out):
         yield from _pieces(stored, run, first)
         first += run.size
 
 
-def fill_slice(stored: Stored, index: tuple[slice, ...], out: np.ndarray) -> Iterator[Callable[[], None]] | None:
-    """Jobs that fill ``out`` with ``stored[index]``; None when its bytes lie in runs too short to be read."""
+def fill_slice(stored: Stored, index: tuple[slice, ...], out: np.ndarray) -> Iterator[Piece] | None:
+    """What fills ``out`` with ``stored[index]``; None when its bytes lie in runs too short to be read."""
     starts = [s.start or 0 for s in index]
     whole = len(out.shape)  # axes from here on are read whole
     while whole > 0 and out.shape[whole - 1] == stored.shape[whole - 1]:
@@ -124,13 +196,13 @@ def fill_slice(stored: Stored, index: tuple[slice, ...], out: np.ndarray) -> Ite
         return None
     strides = [math.prod(stored.shape[i + 1 :]) for i in range(len(stored.shape))]
 
-    def jobs() -> Iterator[Callable[[], None]]:
+    def pieces() -> Iterator[Piece]:
         for lead in np.ndindex(*out.shape[:axis]):
             place = [*lead, *[0] * (len(out.shape) - axis)]
             first = sum((starts[i] + at) * strides[i] for i, at in enumerate(place))
             yield from _pieces(stored, out[lead].reshape(-1), first)
 
-    return jobs()
+    return pieces()
 
 
 def contiguous_runs(out: np.ndarray) -> Iterator[np.ndarray]:
@@ -149,17 +221,15 @@ def shortest_run_bytes(out: np.ndarray) -> int:
     return next(iter(contiguous_runs(out))).nbytes if out.size else 0
 
 
-def _pieces(stored: Stored, out: np.ndarray, first: int) -> Iterator[Callable[[], None]]:
+def _pieces(stored: Stored, out: np.ndarray, first: int) -> Iterator[Piece]:
     step = max(1, PIECE_BYTES // stored.dtype.itemsize)
     for at in range(0, out.size, step):
-        yield lambda part=out[at : at + step], begin=first + at: _read_piece(stored, part, begin)
+        yield Piece(stored, first + at, out[at : at + step])
 
 
-def _read_piece(stored: Stored, out: np.ndarray, first: int) -> None:
-    if out.dtype == stored.dtype:
-        stored.read_into(out, first)
-    else:
-        out[...] = stored.read(first, out.size)
+def address(array: np.ndarray) -> int:
+    """Where an array's first byte lies, a tenth as long in coming as ``array.ctypes.data``."""
+    return array.__array_interface__["data"][0]
 
 
 def checksum(array: np.ndarray) -> str:

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from jaxvllm.convert.errors import CheckpointError
-from jaxvllm.convert.files import MIN_RUN_BYTES, ParallelReader, fill, shortest_run_bytes
+from jaxvllm.convert.files import MIN_RUN_BYTES, ParallelReader, Piece, fill, shortest_run_bytes
 from jaxvllm.convert.memory import FRESH, Lease
 from jaxvllm.convert.pace import PACE
 from jaxvllm.convert.safetensors_io import TensorEntry, read_header, read_unique
-from jaxvllm.convert.tables import FLOAT_DTYPES, allocate, cut_from_whole
-from jaxvllm.models.params import Index, ParamInfo, Table
+from jaxvllm.convert.tables import FLOAT_DTYPES, allocate, covered, cut_from_whole
+from jaxvllm.models.params import Index, ParamInfo, Source, Table
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class HFReader:
 
     def __init__(self, path: Path, readers: int = PACE.readers) -> None:
         self.path = path
-        self._reader = ParallelReader(readers)
+        self.threads = ParallelReader(readers)
         self.tensors: dict[str, TensorEntry] = {}
         self.files: tuple[str, ...] = ()
         self._problems: list[str] = []
@@ -61,7 +61,7 @@ class HFReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._reader.close()
+        self.threads.close()
 
     def problems(self, table: Table) -> list[str]:
         """Everything wrong with this folder for ``table``: files; missing, unused, mis-shaped; tied head."""
@@ -90,12 +90,21 @@ class HFReader:
         jobs: list[Callable[[], None]] = []
         for source in info.sources:
             stored, part = self.tensors[source.name].stored, dest[source.index]
-            if source.repeat > 1 or shortest_run_bytes(part) < min(MIN_RUN_BYTES, part.nbytes):
-                jobs.append(lambda source=source, stored=stored: source.place(dest, stored.read()))
-            else:
+            if _in_long_runs(source, part):
                 jobs += fill(stored, part)
-        self._reader.run(jobs)
+            else:
+                jobs.append(lambda source=source, stored=stored: source.place(dest, stored.read()))
+        self.threads.run(jobs, dest.nbytes)
         return dest
+
+    def pieces(self, info: ParamInfo, index: Index, out: np.ndarray) -> list[Piece] | None:
+        """What fills ``out``, any memory of the part's shape; None for what is cut, padded or put together first."""
+        if out.shape != info.shape or not covered(info):
+            return None
+        parts = [(source, out[source.index]) for source in info.sources]
+        if not all(_in_long_runs(source, part) for source, part in parts):
+            return None
+        return [piece for source, part in parts for piece in fill(self.tensors[source.name].stored, part)]
 
     def shards(self, info: ParamInfo, dtype: np.dtype, lease: Lease = FRESH) -> Callable[[Index], np.ndarray]:
         """Parts of one parameter; it is read once, at the first call."""
@@ -189,6 +198,11 @@ class HFReader:
             logger.info("%s: %s equals %s and is dropped", self.path, HEAD, EMBEDDING)
             return []
         return [f"{names} differ, first in row {row}, {fix}"]
+
+
+def _in_long_runs(source: Source, part: np.ndarray) -> bool:
+    """Whether a tensor can be read straight into its part of a parameter."""
+    return source.repeat == 1 and shortest_run_bytes(part) >= min(MIN_RUN_BYTES, part.nbytes)
 
 
 def _dtype_problems(entry: TensorEntry) -> list[str]:

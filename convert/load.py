@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
+from itertools import batched
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,15 +17,16 @@ from numpy.typing import DTypeLike
 
 from jaxvllm.convert.checkpoint import OurReader
 from jaxvllm.convert.errors import CheckpointError
+from jaxvllm.convert.files import ParallelReader, Piece, address
 from jaxvllm.convert.hf import HFReader, check_folder
 from jaxvllm.convert.manifest import MANIFEST
 from jaxvllm.convert.memory import FRESH, Lease, Memory
 from jaxvllm.convert.pace import PACE, Pace
 from jaxvllm.convert.progress import ByteBar
-from jaxvllm.convert.tables import host_dtype
+from jaxvllm.convert.tables import host_dtype, part_shape
 from jaxvllm.models.params import Index, ParamInfo, Table
 
-type ReadPart = Callable[[Index], np.ndarray]
+PIECES_OF_A_JOB = 4  # that are read by one thread in turn: handing over a job takes as much Python as a piece
 
 
 class Reader(AbstractContextManager[Any], Protocol):
@@ -40,9 +43,53 @@ class Reader(AbstractContextManager[Any], Protocol):
         """One parameter of a table without problems, in host memory from ``lease``."""
         ...
 
-    def shards(self, info: ParamInfo, dtype: np.dtype, lease: Lease = FRESH) -> ReadPart:
+    def shards(self, info: ParamInfo, dtype: np.dtype, lease: Lease = FRESH) -> Callable[[Index], np.ndarray]:
         """A function index -> that part of the parameter, contiguous, in memory from ``lease``."""
         ...
+
+    def pieces(self, info: ParamInfo, index: Index, out: np.ndarray) -> list[Piece] | None:
+        """What fills ``out``, any memory of the part's shape; None for a part that can't be read like that."""
+        ...
+
+    @property
+    def threads(self) -> ParallelReader:
+        """Those that read."""
+        ...
+
+
+class Parts:
+    """One parameter, as a ``place`` asks for its parts."""
+
+    def __init__(self, reader: Reader, info: ParamInfo, dtype: np.dtype, lease: Lease, bar: ByteBar) -> None:
+        self.info, self.dtype, self._reader, self._bar = info, dtype, reader, bar
+        self.streamed_bytes = 0  # those that the bar hears of from elsewhere
+        self._cut = reader.shards(info, dtype, lease)
+
+    def __call__(self, index: Index) -> np.ndarray:
+        """A part, contiguous, in host memory that may be used again when ``place`` has returned."""
+        return self._cut(index)
+
+    def stream(self, index: Index, send: Callable[[Piece, int], None]) -> bool:
+        """Has send(piece, its place in the part in bytes) called for all of a part, in the reader's threads.
+
+        Returns at once; ``load_shards`` returns when all calls have, and raises what they raise. send has the piece
+        read into memory of its choice (``Piece.read_into``). False: nothing will be done, since the part doesn't lie in
+        pieces as it is wanted.
+        """
+        shadow = np.empty(part_shape(self.info, index), self.dtype)  # never touched: no memory stands behind it
+        pieces = self._reader.pieces(self.info, index, shadow)
+        if pieces is None:
+            return False
+        start = address(shadow)
+
+        def some(pieces: Sequence[Piece]) -> None:
+            for piece in pieces:
+                send(piece, address(piece.out) - start)
+            self._bar.add(sum(piece.out.nbytes for piece in pieces))
+
+        self.streamed_bytes += shadow.nbytes
+        self._reader.threads.start([partial(some, several) for several in batched(pieces, PIECES_OF_A_JOB)])
+        return True
 
 
 def detect(path: str | os.PathLike[str]) -> str:
@@ -81,7 +128,7 @@ def load_params[Placed](
 ) -> dict[str, Placed]:
     """{path: put(info, array)} for every parameter of ``table``; like ``load_shards`` with whole parameters."""
 
-    def place(info: ParamInfo, read: ReadPart) -> Placed:
+    def place(info: ParamInfo, read: Parts) -> Placed:
         return put(info, read(tuple(slice(0, n) for n in info.shape)))
 
     return load_shards(path, table, dtype=dtype, place=place, pace=pace)
@@ -92,14 +139,15 @@ def load_shards[Placed](
     table: Table,
     *,
     dtype: DTypeLike,
-    place: Callable[[ParamInfo, ReadPart], Placed],
+    place: Callable[[ParamInfo, Parts], Placed],
     keeps: bool = True,
     pace: Pace = PACE,
 ) -> dict[str, Placed]:
     """{path: place(info, read)} for every parameter of ``table`` (the family's, at any tp), in its order.
 
     dtype: what each parameter is cast to (round to nearest even), a name or a numpy or jax type. place: asks
-    ``read(index)`` for the parts it wants and returns when they are transferred; it is called from several threads.
+    ``read(index)`` for the parts it wants, and returns when they are transferred, or ``read.stream``, which goes on
+    after it; it is called from several threads.
     keeps: whether a part may still be used (aliased by a CPU array) when ``place`` has returned; where it isn't, its
     memory is used again. pace: how many at a time. Both formats give identical parts. Host memory: the parameters on
     their way, at most one or pace.memory_bytes (768 MB) together, plus one part.
@@ -108,20 +156,23 @@ def load_shards[Placed](
     """
     wanted = host_dtype(dtype)
     costs = {path: info.size * wanted.itemsize for path, info in table.items()}
-    room, memory = _Room(pace.memory_bytes), None if keeps else Memory(pace.memory_bytes, pace.allocate)
+    room, memory = _Room(pace.memory_bytes), None if keeps else Memory(pace.memory_bytes)
     with open_checkpoint(path, pace.readers) as reader:
         check(reader, table)
         with ByteBar("Loading", sum(costs.values())) as bar, ThreadPoolExecutor(pace.parameters, "load") as pool:
 
             def one(info: ParamInfo) -> Placed:
                 with room.taken(costs[info.path]), Lease(memory) as lease:
-                    placed = place(info, reader.shards(info, wanted, lease))
-                bar.add(costs[info.path])
+                    parts = Parts(reader, info, wanted, lease, bar)
+                    placed = place(info, parts)
+                bar.add(costs[info.path] - parts.streamed_bytes)
                 return placed
 
             futures = {info.path: pool.submit(one, info) for info in table.values()}
             try:
-                return {path: future.result() for path, future in futures.items()}
+                placed = {path: future.result() for path, future in futures.items()}
+                reader.threads.finish()
+                return placed
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -27,11 +26,10 @@ def aligned(num_bytes: int) -> np.ndarray:
 
 
 class Memory:
-    """Buffers that are lent one after another. keep_bytes: lent and kept together at most; 0 keeps nothing. allocate:
-    gives uninitialised bytes, aligned."""
+    """Buffers that are lent one after another. keep_bytes: lent and kept together at most; 0 keeps nothing."""
 
-    def __init__(self, keep_bytes: int = 0, allocate: Callable[[int], np.ndarray] = aligned) -> None:
-        self._keep_bytes, self._allocate = keep_bytes, allocate
+    def __init__(self, keep_bytes: int = 0) -> None:
+        self._keep_bytes = keep_bytes
         self._free: list[np.ndarray] = []  # smallest first
         self._lent_bytes = 0
         self._lock = threading.Lock()
@@ -48,7 +46,7 @@ class Memory:
             if index is None:
                 while self._free and self._lent_bytes + self.kept_bytes + size > self._keep_bytes:
                     self._free.pop(0)
-                buffer = self._allocate(size)
+                buffer = aligned(size)
             else:
                 buffer = self._free.pop(index)
             self._lent_bytes += buffer.nbytes

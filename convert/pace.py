@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
-
-from jaxvllm.convert.memory import aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +12,11 @@ class Pace:
 
     parameters: on their way, from their first byte read until they are on their devices. readers: threads that read,
     for all of them together. memory_bytes: host memory of those on their way, at most this together, or one alone.
-    allocate: gives host memory that is used again and again (not where the arrays are kept), aligned as ``aligned``'s;
-    it is freed with the array, so pinned memory is an array that lets go of it when it dies.
     """
 
     parameters: int = 4
     readers: int = min(16, max(4, os.cpu_count() or 4))
     memory_bytes: int = 768 << 20
-    allocate: Callable[[int], np.ndarray] = aligned
 
     def __post_init__(self) -> None:
         for name, least, hint in (

@@ -37,9 +37,24 @@ def host_dtype(dtype: DTypeLike) -> np.dtype:
 def allocate(info: ParamInfo, dtype: np.dtype, lease: Lease) -> np.ndarray:
     """Memory for a parameter: zeros where its sources leave something (vocabulary padding), else uninitialised."""
     dest = lease.empty(info.shape, dtype)
-    if sum(math.prod(s.shape) * s.repeat for s in info.sources) != info.size:
+    if not covered(info):
         dest[...] = 0
     return dest
+
+
+def covered(info: ParamInfo) -> bool:
+    """Whether a parameter's sources leave nothing of it."""
+    return sum(math.prod(s.shape) * s.repeat for s in info.sources) == info.size
+
+
+def slices_of(info: ParamInfo, index: Index) -> tuple[slice, ...]:
+    """An index of slices with their beginnings and ends."""
+    return tuple(slice(*s.indices(n)) for s, n in zip(index, info.shape, strict=True) if isinstance(s, slice))
+
+
+def part_shape(info: ParamInfo, index: Index) -> tuple[int, ...]:
+    """The shape of a parameter's part."""
+    return tuple(s.stop - s.start for s in slices_of(info, index))
 
 
 def cut_from_whole(read: Callable[[], np.ndarray], lease: Lease) -> Callable[[Index], np.ndarray]:

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from jaxvllm.runtime.exchange import make_exchange
 from jaxvllm.runtime.executor import Executor
 from jaxvllm.runtime.memory import choose_num_blocks
 from jaxvllm.runtime.mesh import check_mesh, make_mesh
+from jaxvllm.runtime.upload import open_upload
 from jaxvllm.runtime.weights import make_place, random_params
 from jaxvllm.tokenizer import Tokenizer
 
@@ -211,7 +213,8 @@ def load(path: Path | None, table: tables.Table, mesh: Any, engine: EngineConfig
     from jaxvllm.convert import load_shards
 
     on_host = mesh.devices.flat[0].platform == "cpu"  # its arrays may alias what was read
-    return load_shards(path, table, dtype=engine.dtype, place=make_place(mesh), keeps=on_host)
+    with open_upload(mesh.local_devices) or nullcontext() as upload:
+        return load_shards(path, table, dtype=engine.dtype, place=make_place(mesh, upload), keeps=on_host)
 
 
 def stats(scheduler: Scheduler, executor: Executor, start_seconds: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,28 +18,46 @@ from jax.sharding import Mesh, NamedSharding
 from jaxvllm.models.params import Index, ParamInfo, Table
 from jaxvllm.runtime.fuse import logical_shapes, make_fuse, make_fuse_into, problems_with, unchanged
 from jaxvllm.runtime.mesh import sharding
+from jaxvllm.runtime.upload import Upload
 
-type Put = Callable[[np.ndarray, Any], jax.Array]  # a part, its device
+
+class Read(Protocol):
+    """A parameter that is read part by part (``convert.load.Parts``)."""
+
+    dtype: np.dtype
+
+    def __call__(self, index: Index) -> np.ndarray:
+        """A part in host memory."""
+        ...
+
+    def stream(self, index: Index, send: Callable[[Any, int], None]) -> bool:
+        """See ``Upload.place``."""
+        ...
 
 
-def make_place(
-    mesh: Mesh, put: Put = jax.device_put
-) -> Callable[[ParamInfo, Callable[[Index], np.ndarray]], jax.Array]:
+def make_place(mesh: Mesh, upload: Upload | None = None) -> Callable[[ParamInfo, Read], jax.Array]:
     """A function (info, read) -> sharded device array; ``read(index)`` gives the part that one device needs.
 
-    put: starts a part's way to its device. ``place`` returns when the parts are there, so that their host memory can be
-    used again; other parameters come meanwhile, since it is called from several threads (``convert.pace``).
+    ``place`` returns when the parts are there, so that their host memory can be used again; other parameters come
+    meanwhile, since it is called from several threads (``convert.pace``). upload: how large parts travel, None:
+    ``jax.device_put``.
     """
 
-    def place(info: ParamInfo, read: Callable[[Index], np.ndarray]) -> jax.Array:
+    def place(info: ParamInfo, read: Read) -> jax.Array:
         target = sharding(mesh, info.axes)
+        shape = target.shard_shape(info.shape)
+        places = target.addressable_devices_indices_map(info.shape)
+        streams = upload is not None and len({str(index) for index in places.values()}) == len(places)
         read_parts: dict[str, np.ndarray] = {}  # what several devices need is read once
         parts = []
-        for device, index in target.addressable_devices_indices_map(info.shape).items():
+        for device, index in places.items():
             assert index is not None
-            if str(index) not in read_parts:
-                read_parts[str(index)] = read(index)
-            parts.append(put(read_parts[str(index)], device))
+            part = upload.place(read.stream, index, shape, read.dtype, device) if upload and streams else None
+            if part is None:
+                if str(index) not in read_parts:
+                    read_parts[str(index)] = read(index)
+                part = jax.device_put(read_parts[str(index)], device)
+            parts.append(part)
         return jax.block_until_ready(jax.make_array_from_single_device_arrays(info.shape, target, parts))
 
     return place

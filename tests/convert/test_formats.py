@@ -24,7 +24,7 @@ from jaxvllm.convert import (
     open_checkpoint,
     verify_table,
 )
-from jaxvllm.convert.load import ReadPart
+from jaxvllm.convert.load import Parts
 from jaxvllm.convert.pace import Pace
 from jaxvllm.models.params import ParamInfo
 from jaxvllm.models.registry import param_table
@@ -179,7 +179,7 @@ def test_memory_is_used_again_only_when_it_may(converted: Path, monkeypatch: pyt
         oracle = expected_params(hf_tensors(GOLDEN_DIR / name), config, tp)
         addresses = []
 
-        def place(info: ParamInfo, read: ReadPart, tp: int = tp, addresses: list = addresses) -> np.ndarray:
+        def place(info: ParamInfo, read: Parts, tp: int = tp, addresses: list = addresses) -> np.ndarray:
             axis = info.axes.index("tp") if "tp" in info.axes else 0
             ends = [n // (tp if i == axis and "tp" in info.axes else 1) for i, n in enumerate(info.shape)]
             parts = []

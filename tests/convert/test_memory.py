@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxvllm.config import ModelConfig
-from jaxvllm.convert import load_shards
-from jaxvllm.convert.load import ReadPart
-from jaxvllm.convert.memory import ALIGNMENT, SMALL_BYTES, Lease, Memory, aligned
+from jaxvllm.convert import files, load_shards
+from jaxvllm.convert.load import Parts
+from jaxvllm.convert.memory import ALIGNMENT, SMALL_BYTES, Lease, Memory
 from jaxvllm.convert.pace import Pace
 from jaxvllm.models.params import ParamInfo
 from jaxvllm.models.registry import param_table
@@ -58,20 +58,6 @@ def test_what_is_kept_is_bounded(keep: int) -> None:
     assert memory.kept_bytes <= keep
 
 
-def test_buffers_come_from_the_given_allocator() -> None:
-    sizes = []
-
-    def allocate(size: int) -> np.ndarray:
-        sizes.append(size)
-        return aligned(size)
-
-    memory = Memory(8 * MB, allocate)
-    for size in (3 * MB, 2 * MB, SMALL_BYTES - 1):
-        with Lease(memory) as lease:
-            lease.empty((size,), np.dtype(np.uint8))
-    assert sizes == [3 * MB]  # used again; little ones aren't worth it
-
-
 FOLDER = GOLDEN_DIR / "yarn_factor_4"
 
 
@@ -85,7 +71,7 @@ def loaded_at(pace: Pace, together: int) -> tuple[int, int, set[str]]:
         names.add(threading.current_thread().name)
         return before(*args)
 
-    def place(info: ParamInfo, read: ReadPart) -> None:
+    def place(info: ParamInfo, read: Parts) -> None:
         nonlocal most, most_bytes
         num_bytes = info.size * 4
         with changed:
@@ -100,6 +86,7 @@ def loaded_at(pace: Pace, together: int) -> tuple[int, int, set[str]]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "preadv", preadv)
+        patched.setattr(files, "SMALL_BYTES", 1)
         load_shards(FOLDER, param_table(ModelConfig.from_dir(FOLDER)), dtype="float32", place=place, pace=pace)
     return most, most_bytes, {name for name in names if name.startswith("read")}
 
