@@ -22,7 +22,7 @@ import xxhash
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.memory import FRESH, Lease
 
-PIECE_BYTES = 8 << 20  # what one thread reads at a time; 16 threads' stay in a large processor's cache
+PIECE_BYTES = 8 << 20  # what one thread reads at a time, before and after a cast (runtime.upload's BUFFER_BYTES)
 SMALL_BYTES = 1 << 20  # read at once where they are wanted
 MIN_RUN_BYTES = 128 << 10  # a shorter run of bytes isn't worth a read of its own
 
@@ -222,7 +222,7 @@ def shortest_run_bytes(out: np.ndarray) -> int:
 
 
 def _pieces(stored: Stored, out: np.ndarray, first: int) -> Iterator[Piece]:
-    step = max(1, PIECE_BYTES // stored.dtype.itemsize)
+    step = max(1, PIECE_BYTES // max(stored.dtype.itemsize, out.itemsize))
     for at in range(0, out.size, step):
         yield Piece(stored, first + at, out[at : at + step])
 

@@ -142,6 +142,28 @@ def test_a_fault_on_the_way_is_raised_and_all_memory_is_unlocked(
     assert driver.closed and not driver.locked
 
 
+def test_without_memory_for_buffers_nobody_waits_for_them(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(uploads.mmap, "mmap", refuse)
+    folder, driver = DATA / NAMES[0], Host()
+    table = param_table(ModelConfig.from_dir(folder))
+    with pytest.raises(OSError, match="Cannot allocate memory"), Upload(driver) as upload:
+        load(folder, table, make_mesh(1), "float32", upload)
+    assert driver.closed
+
+
+def test_pieces_fit_into_buffers() -> None:
+    assert files.PIECE_BYTES <= uploads.BUFFER_BYTES
+    stored = files.Stored("x", np.dtype(np.float16), (3 * files.PIECE_BYTES,), Path("x"), 0)
+    for dtype in (np.float16, np.float32):
+        out = np.empty(stored.shape, dtype)  # never touched
+        pieces = list(files.fill(stored, out))
+        assert max(piece.out.nbytes for piece in pieces) == files.PIECE_BYTES
+        assert sum(piece.out.size for piece in pieces) == out.size
+
+
 def test_the_cpu_has_no_upload() -> None:
     assert open_upload(jax.devices()) is None
 
