@@ -31,28 +31,28 @@ _of_thread = threading.local()  # opened: a pool's OpenFiles, in its threads
 
 
 class OpenFiles:
-    """Descriptors that a pool's threads share: opening a file for every piece costs each of them a turn at Python."""
+    """The last file of each of a pool's threads stays open: opening it for every piece costs a turn at Python each."""
 
     def __init__(self) -> None:
-        self._descriptors: dict[Path, int] = {}
-        self._lock = threading.Lock()
+        self._of: dict[int, tuple[Path, int]] = {}  # by thread; each changes its own
 
     def use(self) -> None:
         """Reads of this thread go by these from now on."""
         _of_thread.opened = self
 
     def get(self, file: Path) -> int:
-        descriptor = self._descriptors.get(file)
-        if descriptor is None:
-            with self._lock:
-                if file not in self._descriptors:
-                    self._descriptors[file] = _open(file)
-                descriptor = self._descriptors[file]
-        return descriptor
+        me = threading.get_ident()
+        opened = self._of.get(me)
+        if opened is not None and opened[0] == file:
+            return opened[1]
+        if opened is not None:
+            os.close(self._of.pop(me)[1])
+        self._of[me] = file, _open(file)
+        return self._of[me][1]
 
     def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+        while self._of:
+            os.close(self._of.popitem()[1][1])
 
 
 def _open(file: Path) -> int:
@@ -130,6 +130,7 @@ class ParallelReader:
         self._opened = OpenFiles()
         self._pool = ThreadPoolExecutor(threads, "read", self._opened.use)
         self._started: list[Future[None]] = []
+        self._errors: list[BaseException] = []
 
     def __enter__(self) -> Self:
         return self
@@ -153,21 +154,27 @@ class ParallelReader:
         try:
             for future in futures:
                 future.result()
-        except BaseException:
-            for future in futures:
-                future.cancel()
+        except BaseException:  # the memory of those that run may be anybody's afterwards
+            wait([future for future in futures if not future.cancel()])
             raise
 
     def start(self, jobs: Iterable[Callable[[], None]]) -> None:
         """Has all jobs done at some time before ``finish`` returns."""
-        self._started += [self._pool.submit(job) for job in jobs]
+        self._started += [self._pool.submit(self._note, job) for job in jobs]
 
     def finish(self) -> None:
-        """Waits for what was started; raises an error as soon as there is one: then ``close`` waits for the others."""
-        done, _ = wait(self._started, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
+        """Waits for what was started; raises the first error at once: then ``close`` waits for the others."""
+        wait(self._started, return_when=FIRST_EXCEPTION)
+        if self._errors:
+            raise self._errors[0]
         self._started.clear()
+
+    def _note(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            self._errors.append(error)  # in the order in which they came: the first is the cause
+            raise
 
     def read(self, stored: Stored, dtype: np.dtype, lease: Lease = FRESH) -> np.ndarray:
         """An array of ``stored``'s shape, cast to ``dtype`` piece by piece."""

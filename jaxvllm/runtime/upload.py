@@ -5,13 +5,12 @@ where reading from the page cache gives 40 and the bus takes 55. Here each threa
 it reads a piece of a parameter and has the CUDA driver copy it to where it belongs, in an array that jax has allocated.
 Nobody else has seen that array yet, so that nothing waits for its bytes but us.
 
-Owns: those buffers and copies. Must not know: files and formats, meshes.
+Owns: those buffers and their turns. Must not know: files and formats, meshes, how a driver is called (`cuda`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import math
 import mmap
@@ -19,13 +18,15 @@ import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxvllm.runtime.cuda import Cuda, Driver
 
 logger = logging.getLogger(__name__)
 
@@ -50,28 +51,6 @@ class Piece(Protocol):
 type Stream[Index] = Callable[[Index, Callable[[Piece, int], None]], bool]  # see convert's Parts.stream
 
 
-class Driver(Protocol):
-    """The calls of CUDA that this needs; addresses are int. A lane: copies to one device, one after another."""
-
-    def lock(self, address: int, num_bytes: int) -> None:
-        """Keeps host memory where it is, for the copies of all devices."""
-        ...
-
-    def unlock(self, address: int) -> None: ...
-
-    def lane(self, device: Any) -> Any: ...
-
-    def copy(self, lane: Any, to: int, source: int, num_bytes: int) -> None:
-        """From locked host memory to the lane's device; returns before it is there."""
-        ...
-
-    def wait(self, lane: Any) -> None:
-        """Returns when everything is there."""
-        ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(slots=True)
 class Buffer:
     """Host memory, uint8, and where it lies: asking numpy for an address takes 20 us of everybody's time."""
@@ -92,33 +71,53 @@ class Upload:
     """
 
     def __init__(self, driver: Driver, num_buffers: int = NUM_BUFFERS) -> None:
-        self._driver = driver
+        self._driver, self._num_buffers = driver, num_buffers
         self._made: list[Buffer] = []  # by append alone, which needs no lock
+        self._failed: list[Exception] = []  # of those that couldn't be made
         self._turns: queue.SimpleQueue[Buffer | Exception] = queue.SimpleQueue()
         self._makers = ThreadPoolExecutor(MAKERS, "buffers")
-        for _ in range(num_buffers):
-            self._makers.submit(self._make)
 
     def __enter__(self) -> Self:
+        try:
+            for _ in range(self._num_buffers):
+                self._makers.submit(self._make)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._makers.shutdown(cancel_futures=True)
-        failed: OSError | None = None
-        for buffer in self._made:
+        """Everything is given back, whatever fails on the way; then the first failure is raised."""
+        first = error
+
+        def attempt(action: Callable[..., object], *arguments: object) -> None:
+            nonlocal first
             try:
-                self._wait(buffer)
-            except OSError as its_error:
-                failed = failed or its_error
+                action(*arguments)
+            except BaseException as its_error:
+                first = first or its_error
+
+        attempt(partial(self._makers.shutdown, cancel_futures=True))
+        attempt(self._collect)
+        for buffer in self._made:
+            attempt(self._wait, buffer)
         for buffer in self._made:
             if buffer.locked:
-                self._driver.unlock(buffer.address)
+                attempt(self._driver.unlock, buffer.address)
+        attempt(self._driver.close)
         self._made.clear()
-        self._driver.close()
-        if failed is not None and error is None:
-            raise failed
+        if first is not None and first is not error:
+            raise first
+
+    def _collect(self) -> None:
+        """Waits until nobody has a buffer any more; who asks for one later gets an error."""
+        try:
+            for _ in self._made:
+                self._turns.get()
+        finally:
+            self._turns.put(RuntimeError("the upload of parameters has ended"))
 
     def place[Index](self, stream: Stream[Index], index: Index, shape: Sequence[int], dtype: np.dtype, device: Any
                      ) -> jax.Array | None:  # fmt: skip
@@ -142,6 +141,8 @@ class Upload:
                 raise buffer
             self._wait(buffer)
             num_bytes = piece.out.nbytes
+            if num_bytes > len(buffer.data):
+                raise ValueError(f"a piece of {num_bytes} bytes doesn't fit into a buffer of {len(buffer.data)}")
             piece.read_into(buffer.data[:num_bytes].view(piece.out.dtype))
             if device not in buffer.lanes:
                 buffer.lanes[device] = self._driver.lane(device)
@@ -159,14 +160,16 @@ class Upload:
         try:
             buffer = _in_large_pages(BUFFER_BYTES)
             buffer.data[::PAGE_BYTES] = 0  # its pages come here, in several threads; a lock brings them one by one
-        except Exception as error:  # who waits for a buffer raises it
-            self._turns.put(error)
+        except Exception as error:
+            self._failed.append(error)
+            if len(self._failed) == self._num_buffers:  # who waits for a buffer raises it
+                self._turns.put(error)
             return
         self._made.append(buffer)
         try:
             self._driver.lock(buffer.address, len(buffer.data))
             buffer.locked = True
-        except OSError as error:  # a limit of the system's: then the driver has it copied once more
+        except Exception as error:  # a limit of the system's: then the driver has it copied once more
             logger.info("memory can't be page-locked, so parameters travel slower: %s", error)
         self._turns.put(buffer)
 
@@ -186,84 +189,6 @@ def _in_large_pages(num_bytes: int) -> Buffer:
     start = -data.ctypes.data % LARGE_PAGE_BYTES
     data = data[start : start + num_bytes]
     return Buffer(data, data.ctypes.data)
-
-
-class Cuda:
-    """The CUDA driver, in jax's own (primary) contexts. Raises OSError where there is none.
-
-    Calls that return at once keep the interpreter's lock. Letting go of it and getting it back among sixteen threads
-    takes 0.1 ms, and all take their turns: four times a piece, that was as long as reading.
-    """
-
-    PORTABLE = 1  # locked for all contexts
-    NON_BLOCKING = 1  # doesn't wait for the default stream
-    NOT_READY = 600
-
-    def __init__(self, devices: Sequence[Any]) -> None:
-        self._slow = ctypes.CDLL("libcuda.so.1")  # others run meanwhile
-        self._quick = ctypes.PyDLL("libcuda.so.1")
-        self._contexts: dict[int, ctypes.c_void_p] = {}
-        self._lanes: list[tuple[int, ctypes.c_void_p]] = []
-        self._call("cuInit", 0)
-        for ordinal in {device.local_hardware_id for device in devices}:
-            number, context = ctypes.c_int(), ctypes.c_void_p()
-            self._call("cuDeviceGet", ctypes.byref(number), ordinal)
-            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
-            self._contexts[ordinal] = context
-
-    def lock(self, address: int, num_bytes: int) -> None:
-        self._enter(next(iter(self._contexts)))
-        try:
-            self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), self.PORTABLE)
-        except OSError:
-            self._quick = self._slow  # copies from memory that isn't locked return late
-            raise
-
-    def unlock(self, address: int) -> None:
-        self._enter(next(iter(self._contexts)))
-        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
-
-    def lane(self, device: Any) -> tuple[int, ctypes.c_void_p]:
-        lane = device.local_hardware_id, ctypes.c_void_p()
-        self._enter(lane[0])
-        self._call("cuStreamCreate", ctypes.byref(lane[1]), self.NON_BLOCKING)
-        self._lanes.append(lane)
-        return lane
-
-    def copy(self, lane: tuple[int, ctypes.c_void_p], to: int, source: int, num_bytes: int) -> None:
-        ordinal, stream = lane
-        self._enter(ordinal)
-        arguments = ctypes.c_uint64(to), ctypes.c_void_p(source), ctypes.c_size_t(num_bytes), stream
-        _check("cuMemcpyHtoDAsync_v2", self._quick.cuMemcpyHtoDAsync_v2(*arguments))
-
-    def wait(self, lane: tuple[int, ctypes.c_void_p]) -> None:
-        ordinal, stream = lane
-        self._enter(ordinal)
-        status = self._quick.cuStreamQuery(stream)
-        if status == self.NOT_READY:
-            self._call("cuStreamSynchronize", stream)
-        else:
-            _check("cuStreamQuery", status)
-
-    def close(self) -> None:
-        for ordinal, stream in self._lanes:
-            self._enter(ordinal)
-            self._call("cuStreamDestroy_v2", stream)
-        for ordinal in self._contexts:
-            self._call("cuDevicePrimaryCtxRelease_v2", ordinal)
-        self._lanes.clear()
-        self._contexts.clear()
-
-    def _enter(self, ordinal: int) -> None:
-        _check("cuCtxSetCurrent", self._quick.cuCtxSetCurrent(self._contexts[ordinal]))
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        _check(name, getattr(self._slow, name)(*arguments))
-
-
-def _check(name: str, status: int) -> None:
-    if status:
-        raise OSError(f"{name} gave {status}")
 
 
 def open_upload(devices: Sequence[Any]) -> Upload | None:

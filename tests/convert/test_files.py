@@ -1,0 +1,131 @@
+"""Threads that read: what of theirs is over, and which error is raised, when one fails; descriptors."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxvllm import ModelConfig
+from jaxvllm.convert import CheckpointError, convert_checkpoint, files, verify_checkpoint
+from jaxvllm.convert.files import ParallelReader, Stored
+from jaxvllm.convert.hf import HFReader
+from jaxvllm.models.registry import param_table
+from tests.convert.helpers import GOLDEN_DIR
+
+FOLDER = GOLDEN_DIR / "untied_sharded_index"
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_nobody_reads_any_more_when_a_failure_is_raised() -> None:
+    """The memory of the others may be another parameter's by then."""
+    started, ended = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        started.set()
+        time.sleep(0.2)
+        ended.set()
+
+    def broken() -> None:
+        assert started.wait(10)
+        raise OSError("the disk is gone")
+
+    with ParallelReader(2) as reader:
+        with pytest.raises(OSError, match="the disk is gone"):
+            reader.run([broken, slow, *[partial(time.sleep, 0)] * 20], files.SMALL_BYTES)
+        assert ended.is_set()
+
+
+def test_verify_accuses_only_what_can_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late reads of the failed parameter don't end in the next one's memory."""
+    folder = tmp_path / "model"
+    convert_checkpoint(FOLDER, folder)
+    monkeypatch.setattr(files, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(files, "SMALL_BYTES", 1)
+    monkeypatch.setattr("jaxvllm.convert.memory.SMALL_BYTES", 1)
+    read_into, lock, seen = Stored.read_into, threading.Lock(), 0
+
+    def read(self: Stored, out: np.ndarray, first: int = 0) -> None:
+        nonlocal seen
+        if self.name != "embed":
+            return read_into(self, out, first)
+        with lock:
+            seen += 1
+            number = seen
+        if number == 1:
+            raise CheckpointError(self.file, ["embed can't be read"])
+        time.sleep(0.02)
+        return read_into(self, out, first)
+
+    monkeypatch.setattr(Stored, "read_into", read)
+    with pytest.raises(CheckpointError) as caught:
+        verify_checkpoint(folder)
+    assert seen > 1 and len(caught.value.problems) == 1 and "embed can't be read" in caught.value.problems[0]
+
+
+@pytest.mark.parametrize("first", [0, 3, 7])
+def test_the_first_failure_is_raised_not_those_that_it_brings(first: int) -> None:
+    failed, begun = threading.Event(), threading.Barrier(8)
+
+    def job(number: int) -> None:
+        begun.wait(10)
+        if number != first:
+            assert failed.wait(10)
+            time.sleep(0.01)
+            raise OSError("the context is dead")
+        try:
+            raise OSError("the cause")
+        finally:
+            failed.set()
+
+    with ParallelReader(8) as reader:
+        reader.start([partial(job, number) for number in range(8)])
+        time.sleep(0.05)
+        with pytest.raises(OSError, match="the cause"):
+            reader.finish()
+
+
+def test_what_was_started_is_over_when_the_reader_is() -> None:
+    done: list[int] = []
+
+    def job(number: int) -> None:
+        time.sleep(0.005)
+        done.append(number)
+
+    with ParallelReader(3) as reader:
+        reader.start([partial(job, number) for number in range(30)])
+        reader.finish()
+        assert sorted(done) == list(range(30))
+        reader.start([partial(job, number) for number in range(30)])
+    left = len(done)
+    time.sleep(0.05)
+    assert len(done) == left < 60
+
+
+def test_a_thread_has_one_file_open_and_in_the_end_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint may have more files than a process may open."""
+    monkeypatch.setattr(files, "SMALL_BYTES", 1)
+    monkeypatch.setattr(files, "PIECE_BYTES", 1000)
+    before, most = open_files(), 0
+    read_into = Stored.read_into
+
+    def read(self: Stored, out: np.ndarray, first: int = 0) -> None:
+        nonlocal most
+        read_into(self, out, first)
+        most = max(most, open_files())
+
+    monkeypatch.setattr(Stored, "read_into", read)
+    with HFReader(FOLDER, 2) as reader:
+        assert len(reader.files) > 2
+        for info in param_table(ModelConfig.from_dir(FOLDER)).values():
+            reader.read(info)
+    assert before < most <= before + 3  # and the folder that was looked into for the number
+    assert open_files() == before
