@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.distributed import Alone
 from jaxvllm.inputs import Prompt, parse_params
 from jaxvllm.interrupts import deferred_interrupts
-from jaxvllm.processing import bad_word_ids
+from jaxvllm.processing import bad_word_ids, check_possible
 from jaxvllm.sampling_params import SamplingParams
 from jaxvllm.tokenizer import Tokenizer
 from jaxvllm.tracked import Completion, Tracked, Wish, sample_ids, sample_params
@@ -73,7 +74,16 @@ class Bookkeeping:
 
     def _wish(self, params: SamplingParams) -> Wish:
         encode = None if self.tokenizer is None else partial(self.tokenizer.encode, add_special_tokens=False)
-        return Wish(params, tuple(bad_word_ids(params, encode, self.model_config.vocab_size)))
+        words = tuple(bad_word_ids(params, encode, self.model_config.vocab_size))
+        check_possible(params, words, self._end_tokens, has_text=encode is not None)
+        return Wish(params, words)
+
+    def _wishes(self, prompts: Sequence[Prompt], params: Any) -> list[Wish]:
+        """One for each prompt; ValueError, and nothing has happened, where one of them can't be served."""
+        wishes = [self._wish(one) for one in self._parse_params(params, len(prompts))]
+        for i, prompt in enumerate(prompts):
+            self._scheduler.check_room(len(prompt.token_ids), f"prompts[{i}]")
+        return wishes
 
     def _in_use(self, request_id: str, n: int) -> bool:
         return request_id in self._tracked or any(name in self._completions for name in sample_ids(request_id, n))

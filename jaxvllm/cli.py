@@ -117,8 +117,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--scheduling-policy", default="prefill_first", help="prefill_first or running_first")
     engine.add_argument("--record", metavar="FILE", help="write the schedule to FILE; see jaxvllm trace")
     engine.add_argument(
-        "--generation-config", default="auto", metavar="auto|none|DIR",
-        help="where defaults of sampling come from: PATH's generation_config.json (auto), nowhere, or another folder's",
+        "--generation-config", default="auto", metavar="auto|none",
+        help="where defaults of sampling come from: PATH's generation_config.json (auto), or vLLM's own (none)",
     )  # fmt: skip
     engine.add_argument("--attention-backend", default="auto", help="auto, triton, mosaic, xla or reference")
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")

@@ -118,6 +118,8 @@ def draw(source: Path, target: Path) -> None:
     """The recording in `source` as `target`: .html or .png. ValueError for another ending or a wrong recording."""
     try:
         trace = json.loads(source.read_text(encoding="utf-8"))
+        if not isinstance(trace, dict):
+            raise TypeError(f"a recording is a JSON object, not a {type(trace).__name__}")
         if target.suffix == ".html":
             target.write_text(page(trace, source.stem), encoding="utf-8")
         elif target.suffix == ".png":

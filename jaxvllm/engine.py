@@ -155,7 +155,7 @@ class Engine(Conveniences, Trainable, Bookkeeping, Followable, Recordable):
 
     def _generate(self, prompts: Sequence[Prompt], sampling_params: Any, use_tqdm: bool, priority: Any
                   ) -> list[RequestOutput]:  # fmt: skip
-        wishes = [self._wish(one) for one in self._parse_params(sampling_params, len(prompts))]
+        wishes = self._wishes(prompts, sampling_params)
         priorities = parse_priorities(priority, len(prompts), self.config.policy)
         mine: list[Tracked] = []
         with self._lock, deferred_interrupts() as interrupts:

@@ -5,7 +5,7 @@ Part of the engine's room. Owns: which rows' tables the device has. Must not kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -88,3 +88,25 @@ def bad_word_ids(params: SamplingParams, encode: Callable[[str], Sequence[int]] 
     if len(found) > MAX_BAD_WORDS:
         raise ValueError(f"bad_words are {len(found)} token sequences; at most {MAX_BAD_WORDS} can be served: cut some")
     return found
+
+
+def check_possible(
+    params: SamplingParams, bad_words: Sequence[tuple[int, ...]], model_ends: Collection[int], *, has_text: bool
+) -> None:
+    """ValueError for parameters that together can't be heeded: text without a tokenizer, or no token that may come."""
+    if params.stop and not has_text:
+        raise ValueError(
+            f"stop={list(params.stop)} is text, but there is no tokenizer: give the Engine one, or stop_token_ids"
+        )
+    if params.allowed_token_ids is None:
+        return
+    left = set(params.allowed_token_ids) - {word[0] for word in bad_words if len(word) == 1}
+    if not left:
+        raise ValueError(
+            f"allowed_token_ids={list(params.allowed_token_ids)} are all bad_words: no token may come; allow others"
+        )
+    if params.min_tokens and not left - set(model_ends) - set(params.stop_token_ids or ()):
+        raise ValueError(
+            f"allowed_token_ids={sorted(left)} are all end tokens, but min_tokens={params.min_tokens} keeps those from "
+            "coming: allow others, or leave min_tokens out"
+        )

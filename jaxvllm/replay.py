@@ -58,6 +58,8 @@ class Replay:
 
     def __init__(self, trace: dict[str, Any]) -> None:
         """KeyError or ValueError if `trace` isn't a recording of a policy that we have."""
+        if not isinstance(trace, dict):
+            raise ValueError(f"a recording is a JSON object, not a {type(trace).__name__}")
         self.trace = trace
         self.records: list[dict[str, Any]] = []
         rule = trace.get("sampled_token_rule", TOKEN_RULE)

@@ -125,9 +125,16 @@ class Tokenizer:
                 f"{self._path} has no chat template (chat_template.jinja or tokenizer_config.json): give "
                 "chat_template, or write the prompt's text yourself"
             )
-        return self._chat.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
-        )
+        try:
+            return self._chat.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
+            )
+        except Exception as error:
+            if not type(error).__module__.startswith("jinja2"):
+                raise
+            raise ValueError(
+                f"the chat template can't write these messages: {type(error).__name__}: {error}"
+            ) from error
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
         """Ids of a conversation: `apply_chat_template` encoded without adding special tokens."""

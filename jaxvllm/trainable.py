@@ -107,7 +107,8 @@ class Trainable:
         prompts: ids in any form that ``generate`` takes, numpy and jax arrays among them. sampling_params: as there.
         Past a completion's end: -1.
         """
-        outputs = self.generate(prompts, _without_text(sampling_params or self._default_params), use_tqdm=False)
+        params = self._default_params if sampling_params is None else sampling_params
+        outputs = self.generate(prompts, _without_text(params), use_tqdm=False)
         longest = max((len(one.token_ids) for output in outputs for one in output.outputs), default=0)
         most = max((len(output.outputs) for output in outputs), default=0)
         ids = np.full((len(outputs), most, longest), -1, np.int32)
@@ -137,6 +138,7 @@ class Trainable:
             away and they begin anew, under the new weights (a stream of deltas, too, begins anew).
         donate: unfused device arrays are used up; else the caller's arrays stay the caller's.
 
+        Values aren't looked at: NaN weights give token 0 (and nan as its log-probability).
         The new weights take the old ones' memory. Raises ValueError that lists every parameter that doesn't fit; then
         nothing has changed. Any later error (of the device) ends the engine.
         """

@@ -116,14 +116,9 @@ class Scheduler(Queues):
         """Whether any request waits or runs."""
         return bool(self.requests)
 
-    def add(self, request: Request) -> None:
-        """Put `request` into the waiting queue. ValueError if it can never be served."""
-        num_prompt, num_slots = request.num_prompt, self.pool.num_blocks * self.block_size
-        who = f"request {request.request_id!r}"
-        if request.request_id in self.requests:
-            raise ValueError(f"{who} is already being served; give every request its own request_id")
-        if request.status is not RequestStatus.WAITING or request.num_admissions:
-            raise ValueError(f"{who} is {request.status.name} already; make a new Request")
+    def check_room(self, num_prompt: int, who: str) -> None:
+        """ValueError if a prompt of so many tokens can never be served."""
+        num_slots = self.pool.num_blocks * self.block_size
         if num_prompt < 1:
             raise ValueError(f"{who} has an empty prompt; at least 1 token is needed to predict the next")
         if num_prompt > self.max_model_len - 1:
@@ -136,6 +131,15 @@ class Scheduler(Queues):
                 f"{who} has a prompt of {num_prompt} tokens, but the cache holds {num_slots} "
                 f"({self.pool.num_blocks} blocks of {self.block_size}); shorten it or raise num_blocks"
             )
+
+    def add(self, request: Request) -> None:
+        """Put `request` into the waiting queue. ValueError if it can never be served."""
+        num_prompt, who = request.num_prompt, f"request {request.request_id!r}"
+        if request.request_id in self.requests:
+            raise ValueError(f"{who} is already being served; give every request its own request_id")
+        if request.status is not RequestStatus.WAITING or request.num_admissions:
+            raise ValueError(f"{who} is {request.status.name} already; make a new Request")
+        self.check_room(num_prompt, who)
         max_new = request.params.max_tokens
         limit = self.max_tokens if max_new is None else num_prompt + max_new
         request.token_limit = min(limit, self.max_tokens)

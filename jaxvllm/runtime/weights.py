@@ -13,12 +13,15 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from jaxvllm.models.params import Index, ParamInfo, Table
 from jaxvllm.runtime.fuse import logical_shapes, make_fuse, make_fuse_into, problems_with, unchanged
 from jaxvllm.runtime.mesh import sharding
 from jaxvllm.runtime.upload import Upload
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # a tied model's state_dict has both, the same
 
 
 class Read(Protocol):
@@ -132,6 +135,10 @@ class ParamPlacer:
         if not isinstance(params, Mapping):
             raise ValueError(f"params is a {type(params).__name__}: give {{name: array}}, or the tree of a forward")
         flat = _joined(params)
+        if any(isinstance(value, Tracer) for value in flat.values()):
+            raise ValueError("params holds traced values: weights can't be handed over inside jit, grad or vmap")
+        if HEAD in flat and HEAD not in self._logical and _same(flat[HEAD], flat.get(EMBEDDING)):
+            flat = {name: value for name, value in flat.items() if name != HEAD}
         for shapes in (self._logical, {path: info.shape for path, info in self._canonical.items()}):
             if any(name in shapes for name in flat):
                 return flat, shapes
@@ -184,6 +191,10 @@ class ParamPlacer:
         host = np.asarray(value).astype(dtype)  # heads replicated or vocabulary padded for this mesh
         whole = info.assemble({s.name: s.take(host) for s in self._canonical[path].sources})
         return jax.device_put(whole, target)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (np.shape(one) == np.shape(other) and bool(jnp.array_equal(one, other)))
 
 
 def _buffers(value: Any) -> set[tuple[Any, int]]:

@@ -50,9 +50,10 @@ def test_pictures_and_errors(tmp_path, capsys):
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
     assert main(["trace", str(EXAMPLE), "-o", str(tmp_path / "x.gif")]) == 1
     assert "must end in .html or .png" in capsys.readouterr().err
-    (tmp_path / "no.json").write_text("{}")
-    assert main(["trace", str(tmp_path / "no.json"), "-o", str(tmp_path / "x.html")]) == 1
-    assert "is no recording" in capsys.readouterr().err
+    for text in ("{}", "[]"):
+        (tmp_path / "no.json").write_text(text)
+        assert main(["trace", str(tmp_path / "no.json"), "-o", str(tmp_path / "x.html")]) == 1
+        assert "is no recording" in capsys.readouterr().err
 
 
 def dom(page: Path, step: int) -> str:

@@ -1,0 +1,123 @@
+"""What can't be heeded is refused by name before anything runs: nothing is queued, nothing counts as aborted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxvllm import Engine, SamplingParams
+from jaxvllm.models.registry import param_table
+from jaxvllm.replay import main as replay
+from jaxvllm.tokenizer import Tokenizer
+from tests.device.support import KJV, make_engine
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with make_engine(pool=40, rows=3, enable_processors=True) as engine:
+        yield engine
+        engine._scheduler.check_integrity()
+        assert engine.stats()["blocks_free"] == 40
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop": " of"}, r"stop=\[' of'\] is text, but there is no tokenizer"),
+        ({"allowed_token_ids": [7, 8], "bad_words": [[8], [7]]}, r"allowed_token_ids=\[7, 8\] are all bad_words"),
+        (
+            {"allowed_token_ids": [9], "stop_token_ids": [9], "min_tokens": 2},
+            r"\[9\] are all end tokens, but min_tokens=2",
+        ),
+        ({"allowed_token_ids": [9, 7], "stop_token_ids": [9], "bad_words": [[7]], "min_tokens": 1}, "min_tokens=1"),
+    ],
+)
+def test_wishes_that_nothing_fulfils(llm: Engine, params: dict, message: str) -> None:
+    wish = SamplingParams(max_tokens=3, **params)
+    before = llm.stats()
+    for call in (llm.generate, llm.generate_ids):
+        with pytest.raises(ValueError, match=message):
+            call([[1, 2], [3]], wish)
+    with pytest.raises(ValueError, match=message):
+        llm.add_request([1, 2], wish)
+    with pytest.raises(ValueError, match=message):
+        llm.stream([1, 2], wish)
+    assert llm.stats() == before
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"allowed_token_ids": [7, 8], "bad_words": [[7]]},
+        {"allowed_token_ids": [7], "bad_words": [[8, 7]]},  # 8 never comes
+        {"allowed_token_ids": [9, 7], "stop_token_ids": [9], "min_tokens": 3},
+        {"allowed_token_ids": [9], "stop_token_ids": [9]},
+    ],
+)
+def test_wishes_that_just_can_be_heeded(llm: Engine, params: dict) -> None:
+    (output,) = llm.generate([1, 2], SamplingParams(max_tokens=3, **params), use_tqdm=False)
+    banned = {word[0] for word in params.get("bad_words", []) if len(word) == 1}
+    assert output.token_ids and set(output.token_ids) <= set(params["allowed_token_ids"]) - banned
+    assert len(output.token_ids) >= params.get("min_tokens", 1)
+
+
+def test_a_prompt_that_never_fits_is_named_by_its_place(llm: Engine) -> None:
+    before = llm.stats()
+    prompts = [[1, 2]] * 5 + [[5] * 2000] + [[1]]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^prompts\[5\] has a prompt of 2000 tokens"):
+            llm.generate(prompts, use_tqdm=False)
+    assert llm.stats() == before  # none was aborted
+
+
+def test_an_empty_list_of_parameters_is_not_none(llm: Engine) -> None:
+    with pytest.raises(ValueError, match="0 entries for 1 prompts"):
+        llm.generate_ids([[1]], [])
+
+
+def test_weights_inside_jit_are_named(llm: Engine) -> None:
+    def update(weight: jax.Array) -> jax.Array:
+        llm.update_params({"model.norm.weight": weight})
+        return weight
+
+    with pytest.raises(ValueError, match="traced values"):
+        jax.jit(update)(jnp.ones(4))
+
+
+def test_a_tied_models_state_dict_may_name_its_head(llm: Engine) -> None:
+    """As a checkpoint on disk may: equal it is dropped, another one is refused."""
+    assert llm.model_config.tie_word_embeddings
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    sources = [source for info in param_table(llm.model_config).values() for source in info.sources]
+    rng = np.random.default_rng(0)
+    params = {source.name: jnp.asarray(rng.normal(size=source.shape), jnp.float32) for source in sources}
+    embedding = params["model.embed_tokens.weight"]
+    llm.update_params(params)
+    expected = llm.generate_ids([[5, 6, 7]], greedy)
+    for head in (embedding, embedding + 0, np.asarray(embedding)):
+        llm.update_params(params | {"lm_head.weight": head})
+        assert np.array_equal(llm.generate_ids([[5, 6, 7]], greedy), expected)
+    for head in (embedding + 1, embedding[:-1]):
+        with pytest.raises(ValueError, match=r"lm_head\.weight is unknown"):
+            llm.update_params(params | {"lm_head.weight": head})
+
+
+def test_templates_that_fail_are_value_errors() -> None:
+    tokenizer = Tokenizer.from_dir(KJV)
+    assert tokenizer is not None
+    message = [{"role": "user"}]
+    for template in ("{% for m in", "{{ messages[0].content.upper() }}"):
+        with pytest.raises(ValueError, match="the chat template can't write these messages: "):
+            tokenizer.apply_chat_template(message, chat_template=template)
+
+
+def test_a_list_is_no_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "list.json"
+    file.write_text(json.dumps([]))
+    assert replay([str(file)]) == 1
+    assert "not a recording that can be replayed: ValueError: a recording is a JSON object" in capsys.readouterr().out
