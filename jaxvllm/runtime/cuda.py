@@ -96,12 +96,13 @@ class Cuda:
 
     def wait(self, lane: Lane) -> None:
         ordinal, stream = lane
-        self._enter(ordinal)
-        status = self._quick.cuStreamQuery(stream)
-        if status == self.NOT_READY:
-            self._call("cuStreamSynchronize", stream)
-        else:
-            _check("cuStreamQuery", status)
+        with self._as_it_was():
+            self._enter(ordinal)
+            status = self._quick.cuStreamQuery(stream)
+            if status == self.NOT_READY:
+                self._call("cuStreamSynchronize", stream)
+            else:
+                _check("cuStreamQuery", status)
 
     def close(self) -> None:
         """Gives back all that it can; then raises the first failure."""

@@ -51,7 +51,9 @@ def load(folder: Path, table: Table, mesh: jax.sharding.Mesh, dtype: str, upload
     return load_shards(folder, table, dtype=dtype, place=make_place(mesh, upload), keeps=True)
 
 
-@pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), (1, "bfloat16"), (2, "float32"), (4, "float32")])
+@pytest.mark.parametrize(
+    ("tp", "dtype"), [(1, "float32"), (2, "bfloat16"), pytest.param(4, "float32", marks=pytest.mark.slow)]
+)
 def test_the_same_parameters_as_by_jaxs_own_way(folders: list[Path], tp: int, dtype: str, small: None) -> None:
     config = ModelConfig.from_dir(folders[0])
     table, mesh = param_table(config, tp=tp), make_mesh(tp)
