@@ -68,8 +68,7 @@ def test_prefill_first_records_and_replays_aborts_too(tmp_path: Path) -> None:
 
 
 def test_requests_may_come_at_any_time_and_tell_how_they_fared() -> None:
-    with make_engine(scheduling_policy="running_first", policy="priority", max_num_seqs=1,
-                     decode_buckets=(1,)) as engine:  # fmt: skip
+    with make_engine(scheduling_policy="running_first", policy="priority", rows=1) as engine:
         ids = [engine.add_request([7] * 30, GREEDY, priority=5)]
         outputs, order = {}, []
         for number in range(200):
