@@ -1,8 +1,8 @@
 """From files to parameters on GPUs by way of a little page-locked memory.
 
 ``jax.device_put`` copies pageable memory through staging buffers of its own: 8 GB/s for one array at a time on an H200,
-where reading from the page cache gives 40 and the bus takes 55. Here each thread that reads has one page-locked buffer;
-it reads a piece of a parameter and has the CUDA driver copy it to where it belongs, in an array that jax has allocated.
+where reading from the page cache gives 40 and the bus takes 55. Here a thread reads a piece of a parameter into one of
+a few page-locked buffers and has the CUDA driver copy it to where it belongs, in an array that jax has allocated.
 Nobody else has seen that array yet, so that nothing waits for its bytes but us.
 
 Owns: those buffers and their turns. Must not know: files and formats, meshes, how a driver is called (`cuda`).

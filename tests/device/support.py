@@ -65,6 +65,15 @@ ONE_LAYER: dict[str, Any] = {
 }  # fmt: skip
 
 
+@contextlib.contextmanager
+def engine_left_clean(pool: int, **options: Any) -> Iterator[Engine]:
+    """An engine for many tests with a pool of so many blocks; after the last one all of them are free."""
+    with make_engine(pool=pool, **options) as engine:
+        yield engine
+        engine._scheduler.check_integrity()
+        assert engine.stats()["blocks_free"] == pool
+
+
 def make_engine(model: Path | ModelConfig = MODEL, *, many_steps: bool = False, pool: int | None = None,
                 rows: int | None = None, **options: Any) -> Engine:  # fmt: skip
     """Small defaults: four sequences, blocks of 4, two buckets to compile, in their plain variant only.

@@ -14,17 +14,24 @@ import pytest
 import jaxvllm
 from jaxvllm import LLM, Engine, ModelConfig, SamplingParams
 from jaxvllm.config import ConfigError, EngineConfig
-from tests.device.support import MODEL, VOCAB, compilations, make_engine, random_prompts, sampled, tokens_of
+from tests.device.support import (
+    MODEL,
+    VOCAB,
+    compilations,
+    engine_left_clean,
+    make_engine,
+    random_prompts,
+    sampled,
+    tokens_of,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def llm():
-    with make_engine(pool=40, rows=3) as engine:
+    with engine_left_clean(40, rows=3) as engine:
         yield engine
-        engine._scheduler.check_integrity()
-        assert engine.stats()["blocks_free"] == 40
         assert engine.stats()["compiles_after_warmup"] == 0
 
 
