@@ -3,16 +3,16 @@
 One persistent launch a layer. A work item is one tile of the plan for `heads` query heads of one kv head. One
 warpgroup, the producer, streams keys and values of its context into rings of shared memory, whole (block, head)
 tiles by bulk copies. Up to three others, the consumers, take 64 rows each and share the rings. Row r of an item is
-query token r // heads, head r % heads, so that one consumer computes a single-token row and the other passes:
+query token r // heads, head r % heads. A tile of one token leaves all but one of them without rows, so there they
+take further heads of the kv head, whose keys and values are read once:
 
     producer     K0 V0 K1 V1 K2 ...                            next item's Q, K0, V0 ...
     consumer     QK0 softmax0 | QK1 PV0 softmax1 | QK2 PV1 softmax2 | ... PVn | store
                                 '---- both products are in flight; PV0's ends after softmax1
 
-Items are dealt heaviest first, back and forth over the programs, from a table that XLA computes once a step, as it
-is the same for every layer. The roles are in prefill_mosaic_roles. Method: FlashAttention 3 (Shah et al. 2024,
-arXiv:2407.08608). Memory traffic: q and the output once, keys and values once an item (mostly from L2). Supported:
-bfloat16, head_dim and block size as in `shapes`, any head ratio, query_tile up to 192. Accumulates in
+Which items a program works on is in prefill_mosaic_work, the roles in prefill_mosaic_roles. Method: FlashAttention 3
+(Shah et al. 2024, arXiv:2407.08608). Memory traffic: q and the output once, keys and values once an item (mostly from
+L2). Supported: bfloat16, head_dim and block size as in `shapes`, any head ratio, query_tile up to 192. Accumulates in
 float32.
 """
 
@@ -29,6 +29,7 @@ from .mosaic_tiles import COLUMNS, ROWS, TRANSFORMS, zeroes_pads
 from .precision import LOG2_E
 from .prefill_mosaic_program import Program
 from .prefill_mosaic_roles import REGISTERS, consume, produce
+from .prefill_mosaic_work import deal, work_table
 from .shapes import MOSAIC_BLOCK_SIZES, MOSAIC_HEAD_DIMS
 
 HEAD_DIMS = MOSAIC_HEAD_DIMS["ragged_attention"]
@@ -113,6 +114,11 @@ def _programs(interpret: bool) -> int:
     return 2 if interpret else num_sms()
 
 
+def _lanes(group: int, heads: int, num_consumers: int) -> int:
+    """How many consumers share an item of one token: each takes `heads` other heads of the group."""
+    return max(lanes for lanes in range(1, num_consumers + 1) if group % (lanes * heads) == 0)
+
+
 def invariant_attention(
     q: jax.Array, kv: jax.Array, *plan, query_tile: int, interpret: bool = False, **options
 ) -> jax.Array:
@@ -128,11 +134,11 @@ def _launch(
 ) -> jax.Array:
     head_dim, (num_blocks, kv_heads, block_size) = q.shape[2], kv.shape[2:5]
     num_consumers = pl.cdiv(query_tile * config.heads, ROWS)
+    lanes = _lanes(q.shape[1] // kv_heads, config.heads, num_consumers)
 
     def kernel(*refs):
-        program = Program(
-            config, scale * LOG2_E, num_consumers, num_blocks, kv_heads, interpret, jax.lax.axis_index("sm"), *refs
-        )
+        sm = jax.lax.axis_index("sm")
+        program = Program(config, scale * LOG2_E, num_consumers, lanes, num_blocks, kv_heads, interpret, sm, *refs)
         me = jax.lax.axis_index(_THREAD)
         pl.when(me == num_consumers)(lambda: produce(program))
         pl.when(me < num_consumers)(lambda: consume(program, me))
@@ -154,23 +160,10 @@ def _launch(
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
         kernel_name="paged_ragged_mosaic",
     )
-    work = _work_table(lens, starts, tile_seq, tile_start, query_tile)
-    return launch(layers, q, kv.reshape(-1, block_size, head_dim), tables, starts, work)
-
-
-def _work_table(context_lens, query_start, tile_seq, tile_start, query_tile: int) -> jax.Array:
-    """int32 [NT, 5], heaviest first: sequence, first token, tokens, its position, context of the last (-1: no work)."""
-    used = tile_seq >= 0
-    seq = jnp.where(used, tile_seq, 0)
-    seq_end = query_start[seq + 1]
-    count = jnp.minimum(query_tile, seq_end - tile_start)
-    position = context_lens[seq] - seq_end + tile_start
-    context = jnp.where(used, position + count, -1)
-    table = jnp.stack([seq, tile_start, count, position, context], axis=1)
-    index = jnp.arange(tile_seq.shape[0], dtype=jnp.int32)
-    ahead = (context > context[:, None]) | ((context == context[:, None]) & (index < index[:, None]))
-    rank = jnp.sum(ahead, axis=1, dtype=jnp.int32)  # a sort of some hundred numbers: no sort kernel in the step
-    return jnp.sum(jnp.where((rank == index[:, None])[:, :, None], table, 0), axis=1, dtype=jnp.int32)
+    work = work_table(lens, starts, tile_seq, tile_start, query_tile)
+    groups = q.shape[1] // config.heads
+    dealt = deal(work, long_items=groups, short_items=groups // lanes, kv_tile=config.tile, programs=config.num_sms)
+    return launch(layers, q, kv.reshape(-1, block_size, head_dim), tables, starts, work, dealt)
 
 
 def _scratch(config: PrefillConfig, num_consumers: int, head_dim: int, block_size: int, dtype, interpret: bool) -> list:

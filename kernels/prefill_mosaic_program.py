@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from .mosaic_tiles import COLUMNS, ROWS
 
@@ -19,6 +18,7 @@ class Program:
     config: Any  # PrefillConfig
     factor: float  # scale * log2(e)
     num_consumers: int
+    lanes: int  # consumers that share an item of one token
     num_blocks: int
     kv_heads: int
     interpret: bool
@@ -29,6 +29,7 @@ class Program:
     tables: Any  # [B, W]
     starts: Any  # [B + 1]
     work: Any  # [NT, 5]
+    deal: Any  # [num_sms, 3]
     out: Any  # [T, Hq, D]
     rows: (
         Any  # queries, output: each as tiles [I, C, D / 64, 64, 64] and as tokens [I, C, D / 64, 64 / heads, heads, 64]
@@ -59,27 +60,36 @@ class Program:
 
     def each_item(self, work: Callable[..., None]) -> tuple[jax.Array, jax.Array]:
         """Calls work(items so far, kv tiles so far, item) for the program's items; returns both numbers."""
-        num_items = self.work.shape[0] * (self.q.shape[1] // self.config.heads)
+        longs, first, shorts = (self.deal[self.sm, i] for i in range(3))
+        items = longs + shorts
 
         def body(index, carry):
-            items, tiles, *item = carry
-            following = self.item(index + 1)  # read early: global memory is slow
-            context = item[4]
-            pl.when(context > 0)(lambda: work(items, tiles, item))
-            used = context > 0
-            return items + used.astype(jnp.int32), tiles + jnp.where(used, self.kv_tiles(context), 0), *following
+            tiles, *item = carry
+            following = self.item(jnp.minimum(index + 1, items - 1), longs, first)  # early: global memory is slow
+            work(index, tiles, item)
+            return tiles + self.kv_tiles(item[4]), *following
 
-        rounds = pl.cdiv(num_items, self.config.num_sms)
-        items, tiles, *_ = lax.fori_loop(0, rounds, body, (jnp.int32(0), jnp.int32(0), *self.item(jnp.int32(0))))
+        tiles, *_ = lax.fori_loop(0, items, body, (jnp.int32(0), *self.item(jnp.int32(0), longs, first)))
         return items, tiles
 
-    def item(self, index) -> tuple[jax.Array, ...]:
-        """Row of the work table and first head of the program's item number `index`; context -1: there is none."""
-        #  round 0   program 0 1 2 ... n-1        the heaviest to program 0
-        #  round 1   program n-1 ... 2 1 0        and it gets the lightest of the next round
+    def item(self, index, longs, first) -> tuple[jax.Array, ...]:
+        """Row of the work table and first head of the program's item number `index`; see prefill_mosaic_work.
+
+        Where there is none, anything that lies in the table.
+        """
         num_sms, groups = self.config.num_sms, self.q.shape[1] // self.config.heads
-        item = index * num_sms + jnp.where(lax.rem(index, 2) == 0, self.sm, num_sms - 1 - self.sm)
-        num_items = self.work.shape[0] * groups
-        row = lax.div(jnp.minimum(item, num_items - 1), groups)
-        *fields, context = (self.work[row, i] for i in range(self.work.shape[1]))
-        return *fields, jnp.where(item < num_items, context, -1), lax.rem(item, groups) * self.config.heads
+        short = index >= longs
+        long_item = index * num_sms + jnp.where(lax.rem(index, 2) == 0, self.sm, num_sms - 1 - self.sm)
+        item = jnp.where(short, first + index - longs, long_item)
+        groups = jnp.where(short, groups // self.lanes, groups)
+        row = jnp.minimum(lax.div(item, groups), self.work.shape[0] - 1)
+        heads = jnp.where(short, self.lanes * self.config.heads, self.config.heads)
+        return *(self.work[row, i] for i in range(self.work.shape[1])), lax.rem(item, groups) * heads
+
+    def share(self, consumer, count) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of an item of `count` tokens, a consumer's first token and first head, from the item's on, and its tokens."""
+        single = count == 1
+        token = jnp.where(single, 0, consumer * self.width)
+        head = jnp.where(single, jnp.minimum(consumer, self.lanes - 1) * self.config.heads, 0)
+        tokens = jnp.where(single, jnp.int32(consumer < self.lanes), jnp.clip(count - token, 0, self.width))
+        return token, head, tokens

@@ -49,22 +49,23 @@ def produce(program: Program) -> None:
     tile, stages, block_size = config.tile, config.num_stages, p.kv.shape[1]
     layer = p.layer[0]
 
-    def copy_queries(place, start, first_head):
+    def copy_queries(place, start, count, first_head):
         size = min(p.width, p.q.shape[0])
         for consumer in range(p.num_consumers):
+            token, head, _ = p.share(consumer, count)
             for c in p.chunks:
-                token = pl.ds(start + consumer * p.width, size)
-                source = p.q.at[token, pl.ds(first_head, config.heads), pl.ds(c * COLUMNS, COLUMNS)]
+                heads = pl.ds(first_head + head, config.heads)
+                source = p.q.at[pl.ds(start + token, size), heads, pl.ds(c * COLUMNS, COLUMNS)]
                 target = p.rows[0][1].at[place, consumer, c, pl.ds(0, size)]
                 plgpu.copy_gmem_to_smem(source, target, p.q_full.at[place])
 
     def work(items, done, item):
-        seq, start, _, _, context, first_head = item
+        seq, start, count, _, context, first_head = item
         head = lax.div(first_head, p.q.shape[1] // p.kv_heads)
         last_block, num_tiles = lax.div(context - 1, block_size), p.kv_tiles(context)
         place = lax.rem(items, config.num_queries)
         pl.when(items >= config.num_queries)(lambda: plgpu.barrier_wait(p.q_free.at[place]))
-        copy_queries(place, start, first_head)
+        copy_queries(place, start, count, first_head)
 
         def step(index, _):
             slot = p.slot(done + index)
@@ -107,11 +108,10 @@ def consume(program: Program, me) -> None:
 
     def work(items, done, item):
         _, start, count, position, context, first_head = item
-        used = jnp.clip(count - me * p.width, 0, p.width)
-        num_tiles, first = p.kv_tiles(context), me * p.width
-        place = lax.rem(items, p.config.num_queries)
+        first, head, used = p.share(me, count)
+        num_tiles, place = p.kv_tiles(context), lax.rem(items, p.config.num_queries)
         plgpu.barrier_wait(p.q_full.at[place])
-        rows = (start + first, position + first, used, first_head)
+        rows = (start + first, position + first, used, first_head + head)
         pl.when(used > 0)(lambda: _attend(p, me, place, done, num_tiles, *rows))
         pl.when(used == 0)(lambda: _pass(p, me, place, done, num_tiles))
 

@@ -77,7 +77,7 @@ RAGGED_CASES = (
 # consumer or only one has rows of, more items than programs, blocks that are parts of a kv tile and wholes of it.
 MOSAIC_CASES = (
     RaggedCase("singles-and-chunk-16", Shape((4, 2), 64, 16), ((1, 1), (70, 200), (1, 150), (33, 40)), 112, 64, 1, 1),
-    RaggedCase("two-heads-a-group-128", Shape((4, 1), 128, 128), ((5, 5), (30, 290)), tokens=40, query_tile=64),
+    RaggedCase("shared-singles-128", Shape((4, 1), 128, 128), ((1, 9), (5, 5), (30, 290), (1, 140)), 40, query_tile=64),
     RaggedCase("one-head-256", Shape((1, 1), 64, 256), ((140, 300),), tokens=140, query_tile=128),
 )
 
@@ -109,6 +109,8 @@ LARGE_RAGGED_CASES = (
     RaggedCase("narrow-head", Shape((8, 8), 64, 32), ((77, 90), (90, 777)), 256, 64),
     RaggedCase("long-prefix", Shape((4, 2), 128, 64), ((70, 8192),), 128, 64),
     RaggedCase("singles-and-chunk", Shape((4, 2), 64, 64), (*((1, n) for n in range(1, 101)), (150, 400)), 256, 64),
+    RaggedCase("singles-8b", Shape((32, 8), 128, 64), (*((1, 40 * n) for n in range(1, 33)), (250, 2000)), 288, 64, 9),
+    RaggedCase("singles-ratio6", Shape((6, 1), 128, 64), ((1, 300), (1, 7), (70, 90), (1, 128)), 80, 64),
 )
 
 _DROPPED_SLOTS = (-1, -(2**31), 2**31 - 1)  # dropped, whatever the pool's size

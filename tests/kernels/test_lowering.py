@@ -173,20 +173,6 @@ def test_mosaic_takes_heads_of_one_group_until_two_consumers_have_rows() -> None
     assert prefill_mosaic.prefill_config(2, 128, 64, 132).heads == 2
 
 
-def test_the_work_table_is_heaviest_first_and_keeps_every_tile() -> None:
-    inputs = cases.ragged_inputs(cases.MOSAIC_CASES[0], "bfloat16")
-    plan = [jnp.asarray(inputs[name]) for name in ("context_lens", "query_start", "tile_seq", "tile_start")]
-    table = prefill_mosaic._work_table(*plan, query_tile=64)
-    fields = ("sequence", "first token", "tokens", "position", "context")
-    assert [dict(zip(fields, row, strict=True)) for row in table.tolist() if row[4] > 0] == [
-        {"sequence": 1, "first token": 65, "tokens": 6, "position": 194, "context": 200},
-        {"sequence": 1, "first token": 1, "tokens": 64, "position": 130, "context": 194},
-        {"sequence": 2, "first token": 71, "tokens": 1, "position": 149, "context": 150},
-        {"sequence": 3, "first token": 72, "tokens": 33, "position": 7, "context": 40},
-        {"sequence": 0, "first token": 0, "tokens": 1, "position": 0, "context": 1},
-    ]
-
-
 def test_a_prefill_program_never_mixes_kv_heads() -> None:
     for group in (1, 2, 4, 5, 8):
         assert group % prefill_config(group, 128, 2, 64).heads == 0

@@ -1,0 +1,64 @@
+"""Who computes what in a launch of prefill_mosaic: two tables that XLA makes once a step, the same for every layer.
+
+An item is one tile of the plan for some query heads of one kv head. Tiles of several tokens are few and long, those
+of one token (decoding rows) many and short, so they are dealt apart: the long items back and forth, then the short
+ones like water into what is uneven.
+
+    load of a program   |####|        |    |          | long items: the heaviest to program 0 ... n - 1,
+                        |####|####    |    |            the next ones to n - 1 ... 0
+                        |####|####|###|###.|.......   . short items, up to one level
+    program               0    1    2   3   4     5
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+_LONG = 1 << 30  # above every context
+
+
+def work_table(context_lens, query_start, tile_seq, tile_start, query_tile: int) -> jax.Array:
+    """int32 [NT, 5]: a tile's sequence, first token, tokens, first position, context of its last token.
+
+    First the tiles of several tokens, then those of one, each heaviest first; then those without work: 0 tokens.
+    """
+    used = tile_seq >= 0
+    seq = jnp.where(used, tile_seq, 0)
+    seq_end = query_start[seq + 1]
+    count = jnp.where(used, jnp.minimum(query_tile, seq_end - tile_start), 0)
+    position = context_lens[seq] - seq_end + tile_start
+    context = jnp.where(used, position + count, -1)
+    table = jnp.stack([seq, tile_start, count, position, context], axis=1)
+    weight = context + jnp.where(count > 1, _LONG, 0)
+    index = jnp.arange(tile_seq.shape[0], dtype=jnp.int32)
+    ahead = (weight > weight[:, None]) | ((weight == weight[:, None]) & (index < index[:, None]))
+    rank = jnp.sum(ahead, axis=1, dtype=jnp.int32)  # a sort of some hundred numbers: no sort kernel in the step
+    return jnp.sum(jnp.where((rank == index[:, None])[:, :, None], table, 0), axis=1, dtype=jnp.int32)
+
+
+def deal(work: jax.Array, *, long_items: int, short_items: int, kv_tile: int, programs: int) -> jax.Array:
+    """int32 [programs, 3]: a program's number of long items, its first short item, its number of those.
+
+    work as above; a tile is long_items items if it has several tokens, short_items if it has one. Item i of either
+    kind is of tile i // items; long item number r of program p is r * programs + p, in odd rounds counted from the
+    last program.
+    """
+    tokens, cost = work[:, 2], pl.cdiv(work[:, 4], kv_tile).astype(jnp.float32) + 1  # of an item, in kv tiles
+    rounds = pl.cdiv(work.shape[0] * long_items, programs)
+    costs = jnp.repeat(jnp.where(tokens > 1, cost, 0), long_items)
+    costs = jnp.pad(costs, (0, rounds * programs - costs.shape[0])).reshape(rounds, programs)
+    odd = jnp.arange(rounds, dtype=jnp.int32)[:, None] % 2 == 1
+    costs = jnp.where(odd, costs[:, ::-1], costs)
+    loads, longs = jnp.sum(costs, axis=0), jnp.sum(costs > 0, axis=0, dtype=jnp.int32)
+
+    costs = jnp.repeat(jnp.where(tokens == 1, cost, 0), short_items)
+    water = jnp.sum(costs)
+    below = jnp.sum(jnp.maximum(loads[:, None] - loads, 0), axis=1)  # the water that reaches this program's load
+    wet = below < water
+    level = (water + jnp.sum(jnp.where(wet, loads, 0))) / jnp.maximum(jnp.sum(wet), 1)
+    room = jnp.cumsum(jnp.where(wet, level - loads, 0)).at[-1].set(jnp.inf)
+    middle = jnp.cumsum(costs) - costs / 2
+    first = jnp.sum(tokens > 1, dtype=jnp.int32) * short_items
+    ends = first + jnp.sum((costs > 0) & (middle < room[:, None]), axis=1, dtype=jnp.int32)
+    starts = jnp.concatenate([first[None], ends[:-1]])
+    return jnp.stack([longs, starts, ends - starts], axis=1)

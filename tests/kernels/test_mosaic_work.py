@@ -1,0 +1,90 @@
+"""Who computes what in the Mosaic prefill kernel: every item once, and nobody much longer than need be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxvllm.kernels.prefill_mosaic_work import deal, work_table
+
+KV_TILE, QUERY_TILE = 128, 64
+
+
+SEQS, TILES = 256, 300  # one shape for all steps: compiled once
+
+
+def table_of(steps: list[tuple[int, int]]) -> np.ndarray:
+    """The work table of sequences (new tokens, context), padded."""
+    tokens, contexts = np.zeros(SEQS, np.int32), np.zeros(SEQS, np.int32)
+    if steps:
+        tokens[: len(steps)], contexts[: len(steps)] = np.array(steps).T
+    starts = np.concatenate([[0], tokens.cumsum()]).astype(np.int32)
+    tiles = [(seq, starts[seq] + first) for seq, (n, _) in enumerate(steps) for first in range(0, n, QUERY_TILE)]
+    tiles += [(-1, 0)] * (TILES - len(tiles))
+    tile_seq, tile_start = np.array(tiles, np.int32).T
+    return np.asarray(make_table(*map(jnp.asarray, (contexts, starts, tile_seq, tile_start)), query_tile=QUERY_TILE))
+
+
+make_table = jax.jit(work_table, static_argnames="query_tile")
+make_deal = jax.jit(deal, static_argnames=("long_items", "short_items", "kv_tile", "programs"))
+
+
+def items_of(work: np.ndarray, long_items: int, short_items: int, programs: int) -> list[list[tuple[int, int]]]:
+    """By program, the (row of the table, number within its tile) of its items, as `deal` promises them."""
+    dealt = np.asarray(make_deal(jnp.asarray(work), long_items=long_items, short_items=short_items, kv_tile=KV_TILE,
+                            programs=programs))  # fmt: skip
+    everybody = []
+    for program, (longs, first, shorts) in enumerate(dealt.tolist()):
+        mine = [r * programs + (program if r % 2 == 0 else programs - 1 - program) for r in range(longs)]
+        everybody.append([divmod(item, long_items) for item in mine])
+        everybody[-1] += [divmod(item, short_items) for item in range(first, first + shorts)]
+    return everybody
+
+
+def test_the_table_has_tiles_of_several_tokens_first_and_the_heaviest_of_each_kind() -> None:
+    table = table_of([(1, 1), (70, 200), (1, 150), (33, 40)])
+    fields = ("sequence", "first token", "tokens", "position", "context")
+    assert [dict(zip(fields, row, strict=True)) for row in table.tolist() if row[2]] == [
+        {"sequence": 1, "first token": 65, "tokens": 6, "position": 194, "context": 200},
+        {"sequence": 1, "first token": 1, "tokens": 64, "position": 130, "context": 194},
+        {"sequence": 3, "first token": 72, "tokens": 33, "position": 7, "context": 40},
+        {"sequence": 2, "first token": 71, "tokens": 1, "position": 149, "context": 150},
+        {"sequence": 0, "first token": 0, "tokens": 1, "position": 0, "context": 1},
+    ]
+    assert (table[5:, 2] == 0).all()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_item_is_somebodys_and_nobodys_twice(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    steps = [(1, int(rng.integers(1, 500))) for _ in range(rng.integers(0, 30))]
+    for _ in range(rng.integers(0, 4)):
+        count = int(rng.integers(1, 200))
+        steps.append((count, count + int(rng.integers(0, 2000))))
+    rng.shuffle(steps)
+    work = table_of([(int(n), int(c)) for n, c in steps])
+    long_items, short_items, programs = [(16, 8, 132), (8, 8, 7), (6, 2, 132), (1, 1, 3)][seed % 4]
+    want = [(row, i) for row, tokens in enumerate(work[:, 2].tolist())
+            for i in range({0: 0, 1: short_items}.get(tokens, long_items))]  # fmt: skip
+    got = items_of(work, long_items, short_items, programs)
+    assert sorted(item for items in got for item in items) == want
+
+
+UNEVEN = [(704, 15_000, 64), (704, 8000, 64), (128, 128, 200), (64, 64, 1), (2000, 2000, 30), (448, 15_000, 100)]
+
+
+@pytest.mark.parametrize(("chunk", "context", "rows"), UNEVEN)
+def test_short_items_fill_what_the_long_ones_leave_uneven(chunk: int, context: int, rows: int) -> None:
+    """A lower bound of any deal is the mean, or what the long items alone need: at most one short item above it."""
+    rng = np.random.default_rng(0)
+    work = table_of([(1, int(rng.integers(500, 2000))) for _ in range(rows)] + [(chunk, context)])
+    costs = -(-np.maximum(work[:, 4], 0) // KV_TILE) + 1
+    long = work[:, 2] > 1
+    everybody = items_of(work, 16, 8, programs=132)
+    loads = np.array([sum(costs[row] for row, _ in items) for items in everybody])
+    longs = np.array([sum(costs[row] for row, _ in items if long[row]) for items in everybody])
+    assert loads.max() <= max(longs.max(), loads.mean()) + costs[work[:, 2] == 1].max()
+
+
+def test_a_step_without_work_gives_nobody_anything() -> None:
+    assert items_of(table_of([]), 16, 8, 132) == [[]] * 132
