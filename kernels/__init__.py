@@ -32,6 +32,7 @@ __all__ = [
     "gumbel_argmax",
     "log_sum",
     "matmul",
+    "mixed_attention",
     "qk_norm_rope_write",
     "ragged_attention",
     "resolve_backend",
@@ -114,6 +115,21 @@ def ragged_attention(
     plan = block_tables, context_lens, query_start, tile_seq, tile_start
     function = implementation("invariant_attention" if invariant else "ragged_attention", backend)
     return function(q, kv, layer, *plan, scale=scale, query_tile=query_tile)
+
+
+def mixed_attention(
+    q: jax.Array, kv: jax.Array, layer: int | jax.Array, plan: tuple[jax.Array, ...], arrivals: jax.Array, *,
+    scale: float, query_tile: int, backend: str,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """`ragged_attention` where decoding rows are among the queries -> (its result, arrivals as of `decode_attention`).
+
+    plan: `ragged_attention`'s block_tables, context_lens, query_start, tile_seq, tile_start.
+    backend: `ResolvedBackends.mixed`.
+    """
+    tables, lens, query_start, tile_seq, tile_start = plan
+    check_ragged(q, kv, tables, lens, query_start, tile_seq, tile_start, query_tile)
+    function = implementation("mixed_attention", backend)
+    return function(q, kv, layer, *plan, arrivals, scale=scale, query_tile=query_tile)
 
 
 def add_rms_norm(

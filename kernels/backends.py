@@ -37,6 +37,7 @@ _MODULES = {
         "decode_attention": "decode_mosaic",
         "ragged_attention": "prefill_mosaic",
         "invariant_attention": "prefill_mosaic",
+        "mixed_attention": "mixed_mosaic",
         **dict.fromkeys(("all_reduce_add_rms_norm", "best_of_shards"), "exchange_mosaic"),
     },
 }
@@ -77,6 +78,11 @@ class ResolvedBackends:
     def fused(self) -> str | None:
         """The backend of the fused elementwise kernels, or None: compose them of plain jax."""
         return self.write_kv if self.write_kv.startswith("triton") else None
+
+    @property
+    def mixed(self) -> str | None:
+        """The backend of `mixed_attention`, or None: `ragged_attention` does it all."""
+        return None if self.invariant or not self.ragged_attention.startswith("mosaic") else self.ragged_attention
 
 
 def resolve_backend(

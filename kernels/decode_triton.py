@@ -21,7 +21,7 @@ Accumulates in float32; with a bfloat16 cache the softmax weights are rounded to
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from . import decode_table
+from .decode_triton_parts import combine
 from .device import device_kind, num_sms
 from .precision import LOG2_E
 from .triton_tiles import (
@@ -43,7 +44,6 @@ from .triton_tiles import (
 
 MAX_ROWS = 64  # query heads of one program; a larger group is dealt to several
 MAX_SPLITS = 64
-PARTS_AT_ONCE = 16  # of the combination: [16, D] float32 in registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +112,45 @@ def decode_attention(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """q [B, Hq, D], kv [L, 2, N, Hkv, P, D], tables [B, W], lens, arrivals [B, Hq] zeros -> ([B, Hq, D], zeros)."""
-    batch, num_heads, head_dim = q.shape
-    kv_heads, block_size = kv.shape[3:5]
-    if config is None:
-        width, itemsize = block_tables.shape[1], kv.dtype.itemsize
-        config = decode_config(batch, kv_heads, head_dim, block_size, width, itemsize, num_sms(), device_kind())
+    config = config or _measured_config(kv, block_tables)
+    return _launch(q, kv, layer, block_tables, context_lens, arrivals, (), scale, config, interpret)
+
+
+def attend_among(
+    out: jax.Array, q: jax.Array, kv: jax.Array, layer: int | jax.Array, block_tables: jax.Array,
+    context_lens: jax.Array, tokens: jax.Array, arrivals: jax.Array, *, scale: float, max_splits: int,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """`decode_attention` of some rows of q [T, Hq, D], written into out [T, Hq, D] in place -> (out, zeros).
+
+    Sequence b's query is row tokens[b] of both; context 0: nothing of it is read or written. max_splits: bounds the
+    launch, most of whose programs have nothing to do.
+    """
+    config = _measured_config(kv, block_tables)
+    config = replace(config, max_splits=min(config.max_splits, max_splits), fused=True)
+    return _launch(q, kv, layer, block_tables, context_lens, arrivals, (tokens, out), scale, config, interpret)
+
+
+def _measured_config(kv: jax.Array, block_tables: jax.Array) -> DecodeConfig:
+    kv_heads, block_size, head_dim = kv.shape[3:]
+    batch, width = block_tables.shape
+    return decode_config(batch, kv_heads, head_dim, block_size, width, kv.dtype.itemsize, num_sms(), device_kind())
+
+
+def _launch(
+    q, kv, layer, block_tables, context_lens, arrivals, among: tuple, scale: float, config: DecodeConfig, interpret
+) -> tuple[jax.Array, jax.Array]:
+    """among: `attend_among`'s (tokens, out), or nothing."""
+    num_heads, head_dim = q.shape[1:]
+    batch, kv_heads = block_tables.shape[0], kv.shape[3]
     group = num_heads // kv_heads
     rows = min(MAX_ROWS, max(MIN_DOT, next_power_of_two(group)))
     head_blocks = kv_heads * pl.cdiv(group, rows)
     part = (batch, num_heads, config.max_splits)
     split_tokens = tokens_per_split(context_lens, kv_heads, config)
+    kernel = _among_kernel if among else _decode_kernel
     out, arrivals, *parts = pl.pallas_call(
-        functools.partial(_decode_kernel, scale=scale, group=group, rows=rows, config=config, interpret=interpret),
+        functools.partial(kernel, scale=scale, group=group, rows=rows, config=config, interpret=interpret),
         grid=(head_blocks, batch, config.max_splits),
         out_shape=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -131,10 +158,10 @@ def decode_attention(
             jax.ShapeDtypeStruct((*part, head_dim), jnp.float32),
             jax.ShapeDtypeStruct(part, jnp.float32),
         ),
-        input_output_aliases={6: 1},
+        input_output_aliases={6: 1, 8: 0} if among else {6: 1},
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
-        name="paged_decode",
+        name="paged_decode_among" if among else "paged_decode",
     )(
         jnp.asarray(layer, jnp.int32).reshape(1),
         split_tokens,
@@ -143,6 +170,7 @@ def decode_attention(
         block_tables,
         context_lens,
         arrivals,
+        *among,
     )
     if not config.fused and config.max_splits > 1:
         out = pl.pallas_call(
@@ -154,6 +182,11 @@ def decode_attention(
             name="paged_decode_combine",
         )(split_tokens, context_lens, *parts)
     return out, arrivals
+
+
+def _among_kernel(*refs, **options):
+    *inputs, tokens_ref, _ = refs[:9]
+    _decode_kernel(*inputs, *refs[9:], tokens_ref=tokens_ref, **options)
 
 
 def _decode_kernel(
@@ -169,6 +202,7 @@ def _decode_kernel(
     part_ref,
     weight_ref,
     *,
+    tokens_ref=None,
     scale: float,
     group: int,
     rows: int,
@@ -185,15 +219,16 @@ def _decode_kernel(
     kept = row_in_group + lax.iota(jnp.int32, rows) < group
 
     context = lens_ref[seq]
+    token, has_work = (seq, True) if tokens_ref is None else (tokens_ref[seq], context > 0)
     num_tiles = pl.cdiv(context, tile)
     num_splits, tiles_per_split = _splits(context, split_tokens_ref[0], config)
     first_tile = split * tiles_per_split
     last_tile = jnp.minimum(first_tile + tiles_per_split, num_tiles)
     layer = layer_ref[0]
 
-    @pl.when(split < num_splits)
+    @pl.when((split < num_splits) & has_work)
     def _attend():
-        q = plgpu.load(q_ref.at[seq, pl.ds(first_row, rows), :], mask=kept[:, None], other=0.0)
+        q = plgpu.load(q_ref.at[token, pl.ds(first_row, rows), :], mask=kept[:, None], other=0.0)
 
         def step(index, state):
             start = index * tile
@@ -219,7 +254,7 @@ def _decode_kernel(
 
         @pl.when(num_splits == 1)
         def _whole():
-            plgpu.store(out_ref.at[seq, pl.ds(first_row, rows), :], out.astype(out_ref.dtype), mask=kept[:, None])
+            plgpu.store(out_ref.at[token, pl.ds(first_row, rows), :], out.astype(out_ref.dtype), mask=kept[:, None])
 
         @pl.when(num_splits > 1)
         def _part():
@@ -231,13 +266,15 @@ def _decode_kernel(
 
             @pl.when(before == num_splits - 1)
             def _last():
-                combine = functools.partial(_combine, out_ref, part_ref, weight_ref, seq, num_splits, config.max_splits)
+                write = functools.partial(
+                    combine, out_ref, token, part_ref, weight_ref, seq, num_splits, config.max_splits
+                )
                 if group <= 8:  # unrolled: the loads of all heads are in flight together
                     for index in range(group):
-                        combine(first_row + index)
+                        write(first_row + index)
                 else:
                     heads = jnp.minimum(group - row_in_group, rows)
-                    lax.fori_loop(0, heads, lambda index, _: combine(first_row + index), None)
+                    lax.fori_loop(0, heads, lambda index, _: write(first_row + index), None)
                 arrivals_ref[seq, head_block] = 0
 
 
@@ -252,26 +289,4 @@ def _splits(context, split_tokens, config: DecodeConfig):
 def _combine_kernel(split_tokens_ref, lens_ref, part_ref, weight_ref, out_ref, *, config: DecodeConfig):
     query_head, seq = pl.program_id(0), pl.program_id(1)
     num_splits, _ = _splits(lens_ref[seq], split_tokens_ref[0], config)
-    _combine(out_ref, part_ref, weight_ref, seq, num_splits, config.max_splits, query_head)
-
-
-def _combine(out_ref, part_ref, weight_ref, seq, num_splits, max_splits: int, query_head) -> None:
-    """Writes the mean of a query head's parts under their base-2 log weights."""
-    size = min(PARTS_AT_ONCE, max_splits)
-
-    def step(index, state):
-        top, total, acc = state
-        split = index * size + lax.iota(jnp.int32, size)
-        used = split < num_splits
-        log = plgpu.load(weight_ref.at[seq, query_head, split], mask=used, other=-jnp.inf)
-        ref = part_ref.at[seq, query_head, pl.ds(index * size, size), :]
-        parts = plgpu.load(ref, mask=used[:, None], other=0.0)  # in flight together with the weights
-        new_top = jnp.maximum(top, jnp.max(log))
-        weights, fade = jnp.exp2(log - new_top), jnp.exp2(top - new_top)
-        return new_top, total * fade + jnp.sum(weights), acc * fade + jnp.sum(parts * weights[:, None], axis=0)
-
-    #  finite from the start, also for an empty context
-    state = (jnp.float32(-1e30), jnp.float32(0), jnp.zeros((part_ref.shape[3],), jnp.float32))
-    state = step(0, state)
-    _, total, acc = lax.fori_loop(1, pl.cdiv(num_splits, size), step, state)
-    out_ref[seq, query_head, :] = (acc / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)
+    combine(out_ref, seq, part_ref, weight_ref, seq, num_splits, config.max_splits, query_head)

@@ -48,6 +48,7 @@ class PrefillConfig:
     take_turns    one consumer's products are issued while another's softmax runs
     share_output  the output leaves through the queries' memory: less memory, held longer
     mask_all      every kv tile goes through the masked code: see prefill_triton
+    lanes         consumers that share an item of one token, each with `heads` other heads; heads * lanes divides G
     """
 
     heads: int
@@ -58,6 +59,7 @@ class PrefillConfig:
     take_turns: bool = True
     share_output: bool = False
     mask_all: bool = False
+    lanes: int = 1
 
 
 def prefill_config(group: int, head_dim: int, query_tile: int, sms: int) -> PrefillConfig:
@@ -65,9 +67,11 @@ def prefill_config(group: int, head_dim: int, query_tile: int, sms: int) -> Pref
     heads = 1
     while group % (2 * heads) == 0 and query_tile * 2 * heads <= 2 * ROWS:
         heads *= 2
+    num_consumers = pl.cdiv(query_tile * heads, ROWS)
+    lanes = max(n for n in range(1, num_consumers + 1) if group % (n * heads) == 0)
     if head_dim <= 128:
-        return PrefillConfig(heads, tile=128, num_stages=2, num_sms=sms)
-    return PrefillConfig(heads, tile=64, num_stages=2, num_sms=sms, num_queries=1, share_output=True)
+        return PrefillConfig(heads, tile=128, num_stages=2, num_sms=sms, lanes=lanes)
+    return PrefillConfig(heads, tile=64, num_stages=2, num_sms=sms, num_queries=1, share_output=True, lanes=lanes)
 
 
 def ragged_attention(
@@ -97,7 +101,7 @@ def ragged_attention(
             f"bfloat16, {HEAD_DIMS} and {MOSAIC_BLOCK_SIZES}"
         )
     group = q.shape[1] // kv.shape[3]
-    config = config or prefill_config(group, head_dim, query_tile, _programs(interpret))
+    config = config or prefill_config(group, head_dim, query_tile, num_programs(interpret))
     if pl.cdiv(query_tile * config.heads, ROWS) not in REGISTERS:
         limit = ROWS * max(REGISTERS) // config.heads
         raise ValueError(f"query_tile is {query_tile}; with {config.heads} heads an item the limit is {limit}")
@@ -110,20 +114,16 @@ def ragged_attention(
     return jnp.where(token < query_start[-1], out, jnp.zeros((), out.dtype))
 
 
-def _programs(interpret: bool) -> int:
+def num_programs(interpret: bool) -> int:
+    """Of a launch."""
     return 2 if interpret else num_sms()
-
-
-def _lanes(group: int, heads: int, num_consumers: int) -> int:
-    """How many consumers share an item of one token: each takes `heads` other heads of the group."""
-    return max(lanes for lanes in range(1, num_consumers + 1) if group % (lanes * heads) == 0)
 
 
 def invariant_attention(
     q: jax.Array, kv: jax.Array, *plan, query_tile: int, interpret: bool = False, **options
 ) -> jax.Array:
     """`ragged_attention`, in which a query's result doesn't depend on its tile: where it lies, what else is in it."""
-    config = prefill_config(q.shape[1] // kv.shape[3], kv.shape[5], query_tile, _programs(interpret))
+    config = prefill_config(q.shape[1] // kv.shape[3], kv.shape[5], query_tile, num_programs(interpret))
     config = replace(config, mask_all=True)
     return ragged_attention(q, kv, *plan, query_tile=query_tile, config=config, interpret=interpret, **options)
 
@@ -134,11 +134,10 @@ def _launch(
 ) -> jax.Array:
     head_dim, (num_blocks, kv_heads, block_size) = q.shape[2], kv.shape[2:5]
     num_consumers = pl.cdiv(query_tile * config.heads, ROWS)
-    lanes = _lanes(q.shape[1] // kv_heads, config.heads, num_consumers)
 
     def kernel(*refs):
         sm = jax.lax.axis_index("sm")
-        program = Program(config, scale * LOG2_E, num_consumers, lanes, num_blocks, kv_heads, interpret, sm, *refs)
+        program = Program(config, scale * LOG2_E, num_consumers, num_blocks, kv_heads, interpret, sm, *refs)
         me = jax.lax.axis_index(_THREAD)
         pl.when(me == num_consumers)(lambda: produce(program))
         pl.when(me < num_consumers)(lambda: consume(program, me))
@@ -162,7 +161,9 @@ def _launch(
     )
     work = work_table(lens, starts, tile_seq, tile_start, query_tile)
     groups = q.shape[1] // config.heads
-    dealt = deal(work, long_items=groups, short_items=groups // lanes, kv_tile=config.tile, programs=config.num_sms)
+    dealt = deal(
+        work, long_items=groups, short_items=groups // config.lanes, kv_tile=config.tile, programs=config.num_sms
+    )
     return launch(layers, q, kv.reshape(-1, block_size, head_dim), tables, starts, work, dealt)
 
 

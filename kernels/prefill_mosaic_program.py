@@ -18,7 +18,6 @@ class Program:
     config: Any  # PrefillConfig
     factor: float  # scale * log2(e)
     num_consumers: int
-    lanes: int  # consumers that share an item of one token
     num_blocks: int
     kv_heads: int
     interpret: bool
@@ -81,15 +80,15 @@ class Program:
         short = index >= longs
         long_item = index * num_sms + jnp.where(lax.rem(index, 2) == 0, self.sm, num_sms - 1 - self.sm)
         item = jnp.where(short, first + index - longs, long_item)
-        groups = jnp.where(short, groups // self.lanes, groups)
+        groups = jnp.where(short, groups // self.config.lanes, groups)
         row = jnp.minimum(lax.div(item, groups), self.work.shape[0] - 1)
-        heads = jnp.where(short, self.lanes * self.config.heads, self.config.heads)
+        heads = jnp.where(short, self.config.lanes * self.config.heads, self.config.heads)
         return *(self.work[row, i] for i in range(self.work.shape[1])), lax.rem(item, groups) * heads
 
     def share(self, consumer, count) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Of an item of `count` tokens, a consumer's first token and first head, from the item's on, and its tokens."""
         single = count == 1
         token = jnp.where(single, 0, consumer * self.width)
-        head = jnp.where(single, jnp.minimum(consumer, self.lanes - 1) * self.config.heads, 0)
-        tokens = jnp.where(single, jnp.int32(consumer < self.lanes), jnp.clip(count - token, 0, self.width))
+        head = jnp.where(single, jnp.minimum(consumer, self.config.lanes - 1) * self.config.heads, 0)
+        tokens = jnp.where(single, jnp.int32(consumer < self.config.lanes), jnp.clip(count - token, 0, self.width))
         return token, head, tokens

@@ -36,29 +36,39 @@ def work_table(context_lens, query_start, tile_seq, tile_start, query_tile: int)
     return jnp.sum(jnp.where((rank == index[:, None])[:, :, None], table, 0), axis=1, dtype=jnp.int32)
 
 
-def deal(work: jax.Array, *, long_items: int, short_items: int, kv_tile: int, programs: int) -> jax.Array:
-    """int32 [programs, 3]: a program's number of long items, its first short item, its number of those.
+def costs(work: jax.Array, kv_tile: int) -> jax.Array:
+    """float32 [NT]: of an item of each tile, in kv tiles; one more for its beginning and end."""
+    return pl.cdiv(work[:, 4], kv_tile).astype(jnp.float32) + 1
 
-    work as above; a tile is long_items items if it has several tokens, short_items if it has one. Item i of either
-    kind is of tile i // items; long item number r of program p is r * programs + p, in odd rounds counted from the
-    last program.
+
+def long_loads(work: jax.Array, long_items: int, kv_tile: int, programs: int) -> tuple[jax.Array, jax.Array]:
+    """float32 and int32 [programs]: the cost and the number of a program's long items.
+
+    A tile of several tokens is long_items of them; item i is of tile i // long_items. Number r of program p is item
+    r * programs + p, in odd rounds counted from the last program.
     """
-    tokens, cost = work[:, 2], pl.cdiv(work[:, 4], kv_tile).astype(jnp.float32) + 1  # of an item, in kv tiles
-    rounds = pl.cdiv(work.shape[0] * long_items, programs)
-    costs = jnp.repeat(jnp.where(tokens > 1, cost, 0), long_items)
-    costs = jnp.pad(costs, (0, rounds * programs - costs.shape[0])).reshape(rounds, programs)
+    each = jnp.repeat(jnp.where(work[:, 2] > 1, costs(work, kv_tile), 0), long_items)
+    rounds = pl.cdiv(each.shape[0], programs)
+    each = jnp.pad(each, (0, rounds * programs - each.shape[0])).reshape(rounds, programs)
     odd = jnp.arange(rounds, dtype=jnp.int32)[:, None] % 2 == 1
-    costs = jnp.where(odd, costs[:, ::-1], costs)
-    loads, longs = jnp.sum(costs, axis=0), jnp.sum(costs > 0, axis=0, dtype=jnp.int32)
+    each = jnp.where(odd, each[:, ::-1], each)
+    return jnp.sum(each, axis=0), jnp.sum(each > 0, axis=0, dtype=jnp.int32)
 
-    costs = jnp.repeat(jnp.where(tokens == 1, cost, 0), short_items)
-    water = jnp.sum(costs)
+
+def deal(work: jax.Array, long_items: int, short_items: int, *, kv_tile: int, programs: int) -> jax.Array:
+    """int32 [programs, 3]: a program's number of long items (`long_loads`), its first short one, its number of those.
+
+    A tile of one token is short_items of them; item i is of tile i // short_items.
+    """
+    loads, longs = long_loads(work, long_items, kv_tile, programs)
+    each = jnp.repeat(jnp.where(work[:, 2] == 1, costs(work, kv_tile), 0), short_items)
+    water = jnp.sum(each)
     below = jnp.sum(jnp.maximum(loads[:, None] - loads, 0), axis=1)  # the water that reaches this program's load
     wet = below < water
     level = (water + jnp.sum(jnp.where(wet, loads, 0))) / jnp.maximum(jnp.sum(wet), 1)
     room = jnp.cumsum(jnp.where(wet, level - loads, 0)).at[-1].set(jnp.inf)
-    middle = jnp.cumsum(costs) - costs / 2
-    first = jnp.sum(tokens > 1, dtype=jnp.int32) * short_items
-    ends = first + jnp.sum((costs > 0) & (middle < room[:, None]), axis=1, dtype=jnp.int32)
+    middle = jnp.cumsum(each) - each / 2
+    first = jnp.sum(work[:, 2] > 1, dtype=jnp.int32) * short_items
+    ends = first + jnp.sum((each > 0) & (middle < room[:, None]), axis=1, dtype=jnp.int32)
     starts = jnp.concatenate([first[None], ends[:-1]])
     return jnp.stack([longs, starts, ends - starts], axis=1)

@@ -22,6 +22,7 @@ from jaxvllm.kernels import (
     add_rms_norm,
     all_reduce_add_rms_norm,
     decode_attention,
+    mixed_attention,
     qk_norm_rope_write,
     ragged_attention,
     rope_write,
@@ -38,6 +39,7 @@ from jaxvllm.runtime.state import DeviceState, KVCache
 
 PARTS = 4  # of the products that end a sublayer, for so many tokens: measured, see ARCHITECTURE.md
 PARTS_TOKENS = range(129, 257)
+MIXED_TOKENS = range(65, 2049)  # of a ragged step: smaller ones are few rows, in larger ones those don't count
 
 type Carry = tuple[jax.Array, jax.Array]  # through the layers: the cache, and decode attention's arrivals
 
@@ -77,6 +79,10 @@ def run_model(params: Mapping[str, Any], state: DeviceState, plan: SimpleNamespa
         if layout.bucket.kind == "decode" and not backends.invariant:
             out, arrivals = decode_attention(q, kv, layer, plan.block_tables, plan.context_lens, arrivals, scale=scale,
                                              backend=backends.decode_attention)  # fmt: skip
+        elif backends.mixed is not None and layout.bucket.num_tokens in MIXED_TOKENS:
+            work = plan.block_tables, plan.context_lens, plan.query_start, plan.tile_seq, plan.tile_start
+            out, arrivals = mixed_attention(q, kv, layer, work, arrivals, scale=scale, query_tile=layout.query_tile,
+                                            backend=backends.mixed)  # fmt: skip
         else:
             out = ragged_attention(q, kv, layer, plan.block_tables, plan.context_lens, plan.query_start,
                                    plan.tile_seq, plan.tile_start, scale=scale, query_tile=layout.query_tile,

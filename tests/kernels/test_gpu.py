@@ -63,6 +63,13 @@ def test_ragged_by_mosaic(case: cases.RaggedCase) -> None:
     test_ragged(case, "bfloat16", "mosaic")
 
 
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("case", [*test_mixed.MIXED_CASES, *cases.LARGE_RAGGED_CASES], ids=lambda c: c.name)
+def test_mixed_by_mosaic(case: cases.RaggedCase, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_mosaic, "_apart", lambda *_: jnp.bool_(apart))
+    test_mixed.check_mixed(case, "mosaic")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*cases.WRITE_SHAPES, cases.Shape((8, 8), 128, 64)], ids=str)
