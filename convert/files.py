@@ -22,7 +22,7 @@ import xxhash
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.memory import FRESH, Lease
 
-PIECE_BYTES = 8 << 20  # what one thread reads at a time, before and after a cast (runtime.upload's BUFFER_BYTES)
+PIECE_BYTES = 8 << 20  # what one thread reads at a time, before and after a cast
 SMALL_BYTES = 1 << 20  # read at once where they are wanted
 MIN_RUN_BYTES = 128 << 10  # a shorter run of bytes isn't worth a read of its own
 
@@ -121,6 +121,44 @@ class Piece:
             self.stored.read_into(out, self.first)
         else:
             out[...] = self.stored.read(self.first, out.size)
+
+
+@dataclass(slots=True)
+class Span:
+    """Pieces that follow each other in their file, on their way by other memory: one read, and a few copies from there.
+
+    stretches: (address, bytes) in the memory that the pieces fill, in the file's order, neighbours joined.
+    """
+
+    first: Piece
+    num_bytes: int
+    stretches: list[tuple[int, int]]
+
+    def read_into(self, memory: np.ndarray) -> None:
+        """Fills the first num_bytes of ``memory``, uint8, in the pieces' dtype."""
+        self.first.read_into(memory[: self.num_bytes].view(self.first.out.dtype))
+
+
+def spans(pieces: Iterable[Piece], most_bytes: int) -> Iterator[Span]:
+    """The pieces in spans of at most most_bytes, or of one piece."""
+    span, stored, following = None, None, 0
+    for piece in pieces:
+        place, num_bytes = address(piece.out), piece.out.nbytes
+        if span is None or piece.stored is not stored or piece.first != following or (
+            span.num_bytes + num_bytes > most_bytes
+        ):  # fmt: skip
+            if span is not None:
+                yield span
+            span, stored = Span(piece, 0, []), piece.stored
+        start, length = span.stretches[-1] if span.stretches else (place, 0)
+        if start + length == place:
+            span.stretches[-1:] = [(start, length + num_bytes)]
+        else:
+            span.stretches.append((place, num_bytes))
+        span.num_bytes += num_bytes
+        following = piece.first + piece.out.size
+    if span is not None:
+        yield span
 
 
 class ParallelReader:

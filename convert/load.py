@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike
 
 from jaxvllm.convert.checkpoint import OurReader
 from jaxvllm.convert.errors import CheckpointError
-from jaxvllm.convert.files import ParallelReader, Piece, address
+from jaxvllm.convert.files import ParallelReader, Piece, Span, address, spans
 from jaxvllm.convert.hf import HFReader, check_folder
 from jaxvllm.convert.manifest import MANIFEST
 from jaxvllm.convert.memory import FRESH, Lease, Memory
@@ -26,7 +26,8 @@ from jaxvllm.convert.progress import ByteBar
 from jaxvllm.convert.tables import host_dtype, part_shape
 from jaxvllm.models.params import Index, ParamInfo, Table
 
-PIECES_OF_A_JOB = 4  # that are read by one thread in turn: handing over a job takes as much Python as a piece
+SPAN_BYTES = 16 << 20  # read at once on the way to a GPU (runtime.upload's BUFFER_BYTES)
+SPANS_OF_A_JOB = 4  # that are read by one thread in turn: handing over a job takes as much Python as a span
 
 
 class Reader(AbstractContextManager[Any], Protocol):
@@ -69,12 +70,12 @@ class Parts:
         """A part, contiguous, in host memory that may be used again when ``place`` has returned."""
         return self._cut(index)
 
-    def stream(self, index: Index, send: Callable[[Piece, int], None]) -> bool:
-        """Has send(piece, its place in the part in bytes) called for all of a part, in the reader's threads.
+    def stream(self, index: Index, send: Callable[[Span, int], None]) -> bool:
+        """Has send(span, the address of the part's first byte) called for all of a part, in the reader's threads.
 
-        Returns at once; ``load_shards`` returns when all calls have, and raises what they raise. send has the piece
-        read into memory of its choice (``Piece.read_into``). False: nothing will be done, since the part doesn't lie in
-        pieces as it is wanted.
+        Returns at once; ``load_shards`` returns when all calls have, and raises what they raise. send has the span
+        read into memory of its choice (``Span.read_into``); nothing lies at the addresses that it hears. False: nothing
+        will be done, since the part doesn't lie in pieces as it is wanted.
         """
         shadow = np.empty(part_shape(self.info, index), self.dtype)  # never touched: no memory stands behind it
         pieces = self._reader.pieces(self.info, index, shadow)
@@ -82,13 +83,14 @@ class Parts:
             return False
         start = address(shadow)
 
-        def some(pieces: Sequence[Piece]) -> None:
-            for piece in pieces:
-                send(piece, address(piece.out) - start)
-            self._bar.add(sum(piece.out.nbytes for piece in pieces))
+        def some(several: Sequence[Span]) -> None:
+            for span in several:
+                send(span, start)
+            self._bar.add(sum(span.num_bytes for span in several))
 
         self.streamed_bytes += shadow.nbytes
-        self._reader.threads.start([partial(some, several) for several in batched(pieces, PIECES_OF_A_JOB)])
+        jobs = batched(spans(pieces, SPAN_BYTES), SPANS_OF_A_JOB)
+        self._reader.threads.start([partial(some, several) for several in jobs])
         return True
 
 

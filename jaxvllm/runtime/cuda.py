@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -22,10 +23,12 @@ class Driver(Protocol):
 
     def unlock(self, address: int) -> None: ...
 
-    def lane(self, device: Any) -> Any: ...
+    def lane(self, device: Any) -> Any:
+        """For threads that do nothing else with a GPU: they keep what the driver sets for them."""
+        ...
 
     def copy(self, lane: Any, to: int, source: int, num_bytes: int) -> None:
-        """From locked host memory to the lane's device; returns before it is there."""
+        """From locked host memory to the lane's device; returns before it is there. For such threads, too."""
         ...
 
     def wait(self, lane: Any) -> None:
@@ -51,6 +54,7 @@ class Cuda:
         self._quick = ctypes.PyDLL("libcuda.so.1")
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lanes: list[Lane] = []
+        self._thread = threading.local()  # entered: the ordinal of a copying thread's context
         try:
             self._call("cuInit", 0)
             for ordinal in {device.local_hardware_id for device in devices}:
@@ -83,26 +87,25 @@ class Cuda:
 
     def lane(self, device: Any) -> Lane:
         lane = device.local_hardware_id, ctypes.c_void_p()
-        self._enter(lane[0])
+        self._stay(lane[0])
         self._call("cuStreamCreate", ctypes.byref(lane[1]), self.NON_BLOCKING)
         self._lanes.append(lane)
         return lane
 
     def copy(self, lane: Lane, to: int, source: int, num_bytes: int) -> None:
         ordinal, stream = lane
-        self._enter(ordinal)
+        self._stay(ordinal)
         arguments = ctypes.c_uint64(to), ctypes.c_void_p(source), ctypes.c_size_t(num_bytes), stream
         _check("cuMemcpyHtoDAsync_v2", self._quick.cuMemcpyHtoDAsync_v2(*arguments))
 
     def wait(self, lane: Lane) -> None:
-        ordinal, stream = lane
-        with self._as_it_was():
-            self._enter(ordinal)
-            status = self._quick.cuStreamQuery(stream)
-            if status == self.NOT_READY:
-                self._call("cuStreamSynchronize", stream)
-            else:
-                _check("cuStreamQuery", status)
+        if hasattr(self._thread, "entered"):
+            self._stay(lane[0])
+            self._await(lane[1])
+        else:  # somebody else's thread
+            with self._as_it_was():
+                self._enter(lane[0])
+                self._await(lane[1])
 
     def close(self) -> None:
         """Gives back all that it can; then raises the first failure."""
@@ -134,6 +137,19 @@ class Cuda:
         finally:
             if known:
                 self._quick.cuCtxSetCurrent(before)
+
+    def _await(self, stream: ctypes.c_void_p) -> None:
+        status = self._quick.cuStreamQuery(stream)
+        if status == self.NOT_READY:
+            self._call("cuStreamSynchronize", stream)
+        else:
+            _check("cuStreamQuery", status)
+
+    def _stay(self, ordinal: int) -> None:
+        """Enters a context unless this thread has stayed in it: a call less, of sixteen threads for each copy."""
+        if getattr(self._thread, "entered", None) != ordinal:
+            self._enter(ordinal)
+            self._thread.entered = ordinal
 
     def _enter(self, ordinal: int) -> None:
         _check("cuCtxSetCurrent", self._quick.cuCtxSetCurrent(self._contexts[ordinal]))

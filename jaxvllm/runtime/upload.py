@@ -1,7 +1,7 @@
 """From files to parameters on GPUs by way of a little page-locked memory.
 
 ``jax.device_put`` copies pageable memory through staging buffers of its own: 8 GB/s for one array at a time on an H200,
-where reading from the page cache gives 40 and the bus takes 55. Here a thread reads a piece of a parameter into one of
+where reading from the page cache gives 40 and the bus takes 55. Here a thread reads a span of a parameter into one of
 a few page-locked buffers and has the CUDA driver copy it to where it belongs, in an array that jax has allocated.
 Nobody else has seen that array yet, so that nothing waits for its bytes but us.
 
@@ -30,25 +30,28 @@ from jaxvllm.runtime.cuda import Cuda, Driver
 
 logger = logging.getLogger(__name__)
 
-BUFFER_BYTES = 8 << 20  # for a piece of convert's: 24 stay in a large processor's cache, 1.4 times as fast as 16 MB
-NUM_BUFFERS = 24  # 16 are read into, the others copied from
+BUFFER_BYTES = 16 << 20  # for a span of convert's; half of it costs each thread a third more waiting for Python's lock
+NUM_BUFFERS = 20  # 16 are read into, the others copied from
 MAKERS = 4  # threads
 PAGE_BYTES, LARGE_PAGE_BYTES = 4 << 10, 2 << 20
 SMALL_BYTES = 1 << 20  # for less, jax's own way
 
 
-class Piece(Protocol):
-    """What ``convert`` reads at once."""
+class Span(Protocol):
+    """What ``convert`` reads at once: see its ``files.Span``."""
 
     @property
-    def out(self) -> np.ndarray:
-        """Of its size and dtype."""
+    def num_bytes(self) -> int: ...
+
+    @property
+    def stretches(self) -> Sequence[tuple[int, int]]:
+        """(address, bytes) of where it belongs, in order."""
         ...
 
-    def read_into(self, out: np.ndarray) -> None: ...
+    def read_into(self, memory: np.ndarray) -> None: ...
 
 
-type Stream[Index] = Callable[[Index, Callable[[Piece, int], None]], bool]  # see convert's Parts.stream
+type Stream[Index] = Callable[[Index, Callable[[Span, int], None]], bool]  # see convert's Parts.stream
 
 
 @dataclass(slots=True)
@@ -123,31 +126,33 @@ class Upload:
                      ) -> jax.Array | None:  # fmt: skip
         """A part of a parameter on its device; None where it is too small or can't be streamed.
 
-        stream: has what it is given called for each piece of the part, in any threads, before this block ends.
+        stream: has what it is given called for each span of the part, in any threads, before this block ends.
         """
         if math.prod(shape) * dtype.itemsize < SMALL_BYTES:
             return None
         array = jax.block_until_ready(_zeros(tuple(shape), dtype, device)())
 
-        def send(piece: Piece, offset: int) -> None:
-            self._send(device, array, offset, piece)
+        def send(span: Span, start: int) -> None:
+            self._send(device, array, span, start)
 
         return array if stream(index, send) else None
 
-    def _send(self, device: Any, target: jax.Array, offset: int, piece: Piece) -> None:
+    def _send(self, device: Any, target: jax.Array, span: Span, start: int) -> None:
         buffer = self._turns.get()
         try:
             if isinstance(buffer, Exception):
                 raise buffer
             self._wait(buffer)
-            num_bytes = piece.out.nbytes
-            if num_bytes > len(buffer.data):
-                raise ValueError(f"a piece of {num_bytes} bytes doesn't fit into a buffer of {len(buffer.data)}")
-            piece.read_into(buffer.data[:num_bytes].view(piece.out.dtype))
+            if span.num_bytes > len(buffer.data):
+                raise ValueError(f"a span of {span.num_bytes} bytes doesn't fit into a buffer of {len(buffer.data)}")
+            span.read_into(buffer.data)
             if device not in buffer.lanes:
                 buffer.lanes[device] = self._driver.lane(device)
             buffer.busy, buffer.target = buffer.lanes[device], target
-            self._driver.copy(buffer.busy, target.unsafe_buffer_pointer() + offset, buffer.address, num_bytes)
+            moved, source = target.unsafe_buffer_pointer() - start, buffer.address
+            for place, num_bytes in span.stretches:
+                self._driver.copy(buffer.busy, moved + place, source, num_bytes)
+                source += num_bytes
         finally:
             self._turns.put(buffer)
 

@@ -14,7 +14,7 @@ class Host:
     """
 
     def __init__(self, *refuses: str, at_exit: bool = False, error: type[BaseException] = OSError) -> None:
-        self.locked: set[int] = set()
+        self.locked: dict[int, int] = {}  # addresses and bytes
         self.lanes: list[tuple[Any, list[tuple[int, int, int]]]] = []
         self.copied_bytes, self.closed, self.unlocks = 0, 0, 0
         self.refuses, self.at_exit, self.error = refuses, at_exit, error
@@ -26,13 +26,14 @@ class Host:
 
     def lock(self, address: int, num_bytes: int) -> None:
         self._may("lock")
-        self.locked.add(address)
+        self.locked[address] = num_bytes
 
     def unlock(self, address: int) -> None:
-        assert not any(address == source for _, copies in self.lanes for _, source, _ in copies)
+        sources = [source for _, copies in self.lanes for _, source, _ in copies]
+        assert not any(address <= source < address + self.locked.get(address, 1) for source in sources)
         self.unlocks += 1
         self._may("unlock")
-        self.locked.remove(address)
+        del self.locked[address]
 
     def lane(self, device: Any) -> tuple[Any, list[tuple[int, int, int]]]:
         self._may("lane")
@@ -41,7 +42,8 @@ class Host:
 
     def copy(self, lane: tuple[Any, list[tuple[int, int, int]]], to: int, source: int, num_bytes: int) -> None:
         self._may("copy")
-        assert source in self.locked or "lock" in self.refuses
+        held = self.locked.copy().items()
+        assert any(a <= source and source + num_bytes <= a + n for a, n in held) or "lock" in self.refuses
         lane[1].append((to, source, num_bytes))
 
     def wait(self, lane: tuple[Any, list[tuple[int, int, int]]]) -> None:

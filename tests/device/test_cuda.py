@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jaxvllm.runtime.cuda import Cuda
+from jaxvllm.runtime.cuda import Cuda, Lane
 
 
 class Library:
@@ -55,21 +57,47 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 DEVICE = SimpleNamespace(local_hardware_id=0)
 
 
+def in_a_thread(action: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(action).result()
+
+
+def test_a_reading_thread_goes_from_one_devices_context_to_anothers(library: Library) -> None:
+    cuda, other = Cuda([DEVICE]), SimpleNamespace(local_hardware_id=1)
+    cuda._contexts[1] = ctypes.c_void_p(88)
+
+    def read() -> None:
+        first, second = cuda.lane(DEVICE), cuda.lane(other)
+        for lane, context in ((first, 77), (second, 88), (second, 88), (first, 77)):
+            cuda.copy(lane, 1, 4096, 10)
+            assert library.current == context
+            cuda.wait(first)
+            assert library.current == 77
+
+    in_a_thread(read)
+
+
 def test_what_cuda_is_asked(library: Library) -> None:
     """Every stream, lock and context is given back, and the caller's thread has the context that it had."""
     cuda = Cuda([DEVICE, DEVICE])
     cuda.lock(4096, 4096)
     assert library.current == 5
-    lane = cuda.lane(DEVICE)
-    cuda.copy(lane, 1, 4096, 10)
-    assert library.current == 77  # a reading thread's own
-    library.current = 5
-    cuda.wait(lane)
-    assert library.current == 5
-    cuda.copy(lane, 1, 4096, 10)
+    lanes: list[Lane] = []
+
+    def read() -> None:
+        lanes.append(cuda.lane(DEVICE))
+        cuda.copy(lanes[0], 1, 4096, 10)
+        assert library.current == 77  # a reading thread's own
+        entered = library.calls.count("cuCtxSetCurrent")
+        cuda.wait(lanes[0])
+        cuda.copy(lanes[0], 1, 4096, 10)
+        assert library.calls.count("cuCtxSetCurrent") == entered  # it stays there
+        library.current = 5
+
+    in_a_thread(read)
     library.status["cuStreamQuery"] = Cuda.NOT_READY
-    cuda.wait(lane)
-    library.current = 5
+    cuda.wait(lanes[0])
+    assert library.current == 5
     cuda.unlock(4096)
     cuda.close()
     assert library.current == 5

@@ -34,6 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "SMALL_BYTES", 1)
     monkeypatch.setattr(uploads, "BUFFER_BYTES", 4096)
     monkeypatch.setattr(files, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(loading, "SPAN_BYTES", 2500)
     monkeypatch.setattr(files, "SMALL_BYTES", 1)
     monkeypatch.setattr(files, "MIN_RUN_BYTES", 64)
     monkeypatch.setattr(hf, "MIN_RUN_BYTES", 64)
@@ -145,23 +146,35 @@ def test_afterwards_nobody_gets_a_buffer_and_none_is_kept(small: None) -> None:
     driver, array = Host(), jax.numpy.zeros(8)
     with Upload(driver) as upload:
         upload.place(lambda index, send: True, (), (8,), np.dtype(np.float32), jax.devices()[0])
-    piece: Any = SimpleNamespace(out=np.zeros(8, np.float32), read_into=lambda out: None)
+    span: Any = SimpleNamespace(num_bytes=32, stretches=[(0, 32)], read_into=lambda memory: None)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="has ended"):
-            upload._send(jax.devices()[0], array, 0, piece)
+            upload._send(jax.devices()[0], array, span, 0)
 
 
-def test_a_piece_larger_than_a_buffer_is_refused(small: None) -> None:
-    piece: Any = SimpleNamespace(out=np.zeros(1025, np.float32), read_into=lambda out: None)
+def test_a_span_larger_than_a_buffer_is_refused(small: None) -> None:
+    span: Any = SimpleNamespace(num_bytes=4100, stretches=[(0, 4100)], read_into=lambda memory: None)
     with Upload(Host()) as upload, pytest.raises(ValueError, match="4100 bytes doesn't fit into a buffer of 4096"):
-        upload._send(jax.devices()[0], jax.numpy.zeros(2000), 0, piece)
+        upload._send(jax.devices()[0], jax.numpy.zeros(2000), span, 0)
+
+
+def test_stretches_of_a_span_come_where_they_belong(small: None) -> None:
+    """A span's bytes lie one after another in its file, not in the part."""
+    values = np.arange(6, dtype=np.float32)
+    span: Any = SimpleNamespace(num_bytes=24, stretches=[(1004, 8), (1016, 12), (1000, 4)],
+                                read_into=lambda memory: memory.put(range(24), values.view(np.uint8)))  # fmt: skip
+    with Upload(Host()) as upload:
+        array = jax.block_until_ready(jax.numpy.zeros(8))
+        upload._send(jax.devices()[0], array, span, 1000)
+    assert np.asarray(array).tolist() == [5, 0, 1, 0, 2, 3, 4, 0]
 
 
 def test_an_array_lives_until_its_bytes_have_come(small: None) -> None:
-    piece: Any = SimpleNamespace(out=np.ones(8, np.float32), read_into=lambda out: out.fill(1))
+    ones = np.ones(8, np.float32).view(np.uint8)
+    span: Any = SimpleNamespace(num_bytes=32, stretches=[(0, 32)], read_into=lambda memory: memory.put(range(32), ones))
     with Upload(Host()) as upload:
         array = jax.block_until_ready(jax.numpy.zeros(8))
-        upload._send(jax.devices()[0], array, 0, piece)
+        upload._send(jax.devices()[0], array, span, 0)
         (busy,) = (buffer for buffer in upload._made if buffer.busy is not None)
         assert busy.target is array
     assert busy.target is None and np.asarray(array).tolist() == [1] * 8
@@ -242,14 +255,15 @@ def test_without_memory_for_buffers_nobody_waits_for_them(small: None, monkeypat
     assert driver.closed == 1
 
 
-def test_pieces_fit_into_buffers() -> None:
-    assert files.PIECE_BYTES <= uploads.BUFFER_BYTES
+def test_spans_fit_into_buffers() -> None:
+    assert files.PIECE_BYTES <= loading.SPAN_BYTES <= uploads.BUFFER_BYTES
     stored = files.Stored("x", np.dtype(np.float16), (3 * files.PIECE_BYTES,), Path("x"), 0)
     for dtype in (np.float16, np.float32):
         out = np.empty(stored.shape, dtype)  # never touched
-        pieces = list(files.fill(stored, out))
-        assert max(piece.out.nbytes for piece in pieces) == files.PIECE_BYTES
-        assert sum(piece.out.size for piece in pieces) == out.size
+        made = list(files.spans(files.fill(stored, out), loading.SPAN_BYTES))
+        assert max(span.num_bytes for span in made) == loading.SPAN_BYTES
+        assert sum(span.num_bytes for span in made) == out.nbytes
+        assert [len(span.stretches) for span in made] == [1] * len(made)
 
 
 def test_the_cpu_has_no_upload() -> None:

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvllm.kernels import decode_triton, prefill_triton
-from tests.kernels import cases, test_api, test_attention
+from jaxvllm.kernels import decode_triton, mixed_mosaic, prefill_triton
+from tests.kernels import cases, test_api, test_attention, test_mixed
 
 pytestmark = pytest.mark.gpu
 
