@@ -130,6 +130,7 @@ def test_files_that_can_t_be_removed_are_named(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("jaxvllm.convert.parts.save_part", failing)
     monkeypatch.setattr("jaxvllm.convert.workfolder.shutil.rmtree", lambda *args, **options: None)
+    monkeypatch.setattr(workfolder.time, "sleep", lambda _: None)  # it looks as often, without the pauses
     with pytest.raises(CheckpointError, match=r"partial files are left in .*ours\.partial: remove them"):
         convert_checkpoint(SOURCE, tmp_path / "ours")
 
