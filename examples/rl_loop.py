@@ -27,10 +27,10 @@ from jaxvllm.tokenizer import Tokenizer
 
 MODEL = Path(__file__).parent / "tiny-kjv"
 PROMPTS = ("And the king said", "In the beginning", "Blessed is the man", "And it came to pass")
-SAMPLES, NEW_TOKENS = 8, 16
+SAMPLES = 8
 
 
-def train(rounds: int, learning_rate: float = 3e-4) -> list[float]:
+def train(rounds: int, learning_rate: float = 3e-4, new_tokens: int = 16) -> list[float]:
     """The mean reward of each round's samples."""
     config, tokenizer = ModelConfig.from_dir(MODEL), Tokenizer.from_dir(MODEL)
     assert tokenizer is not None
@@ -39,7 +39,7 @@ def train(rounds: int, learning_rate: float = 3e-4) -> list[float]:
     optimizer_state = optimizer.init(params)
     rewarded = np.array(["h" in tokenizer.token_text(token) for token in range(config.vocab_size)])
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    longest = max(map(len, prompts)) + NEW_TOKENS
+    longest = max(map(len, prompts)) + new_tokens
 
     def loss(params: dict[str, jax.Array], windows: jax.Array, sampled: jax.Array, advantages: jax.Array) -> jax.Array:
         nats = jax.vmap(partial(token_nats, config, params))(windows)  # [B, S - 1]
@@ -52,11 +52,11 @@ def train(rounds: int, learning_rate: float = 3e-4) -> list[float]:
 
     history = []
     options = {"block_size": 8, "num_blocks": 256, "max_num_seqs": 32, "max_num_batched_tokens": 128,
-               "dtype": "float32", "decode_buckets": (32,), "token_buckets": (128,),
+               "max_model_len": longest, "dtype": "float32", "decode_buckets": (32,), "token_buckets": (128,),
                "enable_processors": False}  # fmt: skip
     with Engine.from_params(config, params, tokenizer=tokenizer, **options) as engine:
         for number in range(rounds):
-            wish = SamplingParams(n=SAMPLES, max_tokens=NEW_TOKENS, ignore_eos=True, seed=1000 * number)
+            wish = SamplingParams(n=SAMPLES, max_tokens=new_tokens, ignore_eos=True, seed=1000 * number)
             samples = engine.generate_ids(prompts, wish)
             rewards = rewarded[samples].mean(axis=2)
             advantages = rewards - rewards.mean(axis=1, keepdims=True)
@@ -64,8 +64,8 @@ def train(rounds: int, learning_rate: float = 3e-4) -> list[float]:
             sampled = np.zeros(windows.shape, np.float32)
             for i, prompt in enumerate(prompts):
                 windows[i, :, : len(prompt)] = prompt
-                windows[i, :, len(prompt) : len(prompt) + NEW_TOKENS] = samples[i]
-                sampled[i, :, len(prompt) : len(prompt) + NEW_TOKENS] = 1
+                windows[i, :, len(prompt) : len(prompt) + new_tokens] = samples[i]
+                sampled[i, :, len(prompt) : len(prompt) + new_tokens] = 1
             batch = [array.reshape(-1, longest) for array in (windows, sampled)]
             params, optimizer_state = learn(params, optimizer_state, *batch, advantages.reshape(-1))
             engine.update_params(params)

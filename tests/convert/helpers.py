@@ -6,11 +6,13 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 from jaxvllm.config import ModelConfig
@@ -103,3 +105,8 @@ def expected_params(hf: Mapping[str, np.ndarray], config: ModelConfig, tp: int) 
     if biases:
         result["qkv_bias"] = np.stack(biases)
     return result
+
+
+def look_without_pauses(patched: pytest.MonkeyPatch) -> None:
+    """Removing looks as often whether the folder stays away, but at once: for errors with no write under way."""
+    patched.setattr("jaxvllm.convert.workfolder.time", SimpleNamespace(sleep=lambda seconds: None))

@@ -22,6 +22,7 @@ from tests.convert.helpers import (
     golden_copy,
     hf_tensors,
     keep,
+    look_without_pauses,
     same_bits,
 )
 
@@ -101,6 +102,7 @@ def test_a_failing_write_leaves_nothing_and_keeps_the_old(
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    look_without_pauses(monkeypatch)
     monkeypatch.setattr("jaxvllm.convert.parts.save_part", full)
     for target, force in ((tmp_path / "new", False), (ours, True)):
         with pytest.raises(
@@ -115,6 +117,7 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: p
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
+    look_without_pauses(monkeypatch)
     monkeypatch.setattr("jaxvllm.convert.build.copy_beside", interrupt)
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(SOURCE, tmp_path / "ours")

@@ -24,7 +24,7 @@ from jaxvllm.convert import (
 )
 from jaxvllm.convert.workfolder import is_disk_error
 from jaxvllm.models.registry import param_table
-from tests.convert.helpers import GOLDEN_DIR, golden_copy
+from tests.convert.helpers import GOLDEN_DIR, golden_copy, look_without_pauses
 
 NAME = "untied_sharded_index"
 SOURCE = GOLDEN_DIR / NAME
@@ -53,6 +53,7 @@ def test_a_disk_that_is_too_small_is_refused_before_writing(small_disk: Path, mo
     def never(*args: object) -> None:
         raise AssertionError("nothing should be written")
 
+    look_without_pauses(monkeypatch)
     monkeypatch.setattr("jaxvllm.convert.parts.save_part", never)
     with pytest.raises(CheckpointError, match=r"No space left on device \(1.9 MB are needed, 0.6 MB are free\)"):
         convert_checkpoint(SOURCE, small_disk / "ours")
@@ -108,6 +109,7 @@ def test_whatever_the_disk_says_is_said(tmp_path: Path, monkeypatch: pytest.Monk
         ("jaxvllm.convert.build.copy_beside", os_error),
         ("jaxvllm.convert.workfolder._take_place", os_error),
     )
+    look_without_pauses(monkeypatch)
     for place, failing in places:
         with monkeypatch.context() as patched:
             patched.setattr(place, failing)
@@ -130,6 +132,7 @@ def test_files_that_can_t_be_removed_are_named(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("jaxvllm.convert.parts.save_part", failing)
     monkeypatch.setattr("jaxvllm.convert.workfolder.shutil.rmtree", lambda *args, **options: None)
+    look_without_pauses(monkeypatch)
     with pytest.raises(CheckpointError, match=r"partial files are left in .*ours\.partial: remove them"):
         convert_checkpoint(SOURCE, tmp_path / "ours")
 

@@ -165,7 +165,7 @@ def test_a_run_goes_on_only_with_its_own_parts(tmp_path: Path, monkeypatch: pyte
 
         with monkeypatch.context() as patched:
             patched.setattr(WorkFolder, "part_done", note)
-            patched.setattr("jaxvllm.convert.workfolder.shutil.rmtree", no_cleaning)
+            patched.setattr("jaxvllm.convert.workfolder._remove", no_cleaning)
             with pytest.raises(Killed):
                 convert_checkpoint(source, tmp_path / "ours")
         assert len((partial / "journal.jsonl").read_text().splitlines()) == parts + 1

@@ -84,7 +84,8 @@ def checks_of(code: CodeType) -> list[bool]:
 
 @pytest.fixture(scope="module")
 def llm():
-    with make_engine(pool=12, rows=2, warmup=False) as engine:
+    # runs hundreds of steps, and one costs what its bucket holds: no more tokens than the longest prompt here has
+    with make_engine(pool=12, rows=2, max_num_batched_tokens=32, many_steps=True, warmup=False) as engine:
         yield engine
 
 
