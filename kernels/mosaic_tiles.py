@@ -124,8 +124,9 @@ def store_tokens(tokens_ref, out_ref, token, count, first_head) -> None:
 
 
 def zeroes_pads(num_heads: int, head_dim: int) -> bool:
-    """Whether a warpgroup can store one token's output: a multiple of its 128 threads."""
-    return num_heads * head_dim % 128 == 0
+    """Whether a warpgroup of 128 threads can store one token's output: 8 bytes a thread, or less, a number each."""
+    size = num_heads * head_dim
+    return size % 512 == 0 if size >= 512 else size % 128 == 0
 
 
 def zero_pads(out_ref, starts_ref, sm, num_sms: int) -> None:

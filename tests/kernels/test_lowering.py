@@ -70,7 +70,7 @@ def test_ragged_lowers_to_one_launch(case: cases.RaggedCase) -> None:
 
 
 AWKWARD = [cases.Shape((16, 8), 128, 64), cases.Shape((1, 1), 64, 256), cases.Shape((5, 1), 64, 16)]
-AWKWARD += [cases.Shape((40, 8), 128, 16), cases.Shape((3, 3), 64, 64)]
+AWKWARD += [cases.Shape((40, 8), 128, 16), cases.Shape((3, 3), 64, 64), cases.Shape((6, 1), 128, 64)]
 
 
 @pytest.mark.parametrize("shape", AWKWARD, ids=str)
