@@ -62,6 +62,7 @@ def record(rows: Sequence[tuple[str, float, str, float | None]]) -> None:
             "command": "make test-gpu",
             "date": time.strftime("%Y-%m-%d"),
         }
+        Path(folder).mkdir(parents=True, exist_ok=True)
         with (Path(folder) / "full_size.jsonl").open("a") as file:
             for case, value, unit, floor in rows:
                 row = {"bench": "full_size", "case": case, "value": value, "unit": unit, "floor": floor}
