@@ -37,12 +37,12 @@ def work_table(context_lens, query_start, tile_seq, tile_start, query_tile: int)
 
 
 def costs(work: jax.Array, kv_tile: int) -> jax.Array:
-    """float32 [NT]: of an item of each tile, in kv tiles; one more for its beginning and end."""
-    return pl.cdiv(work[:, 4], kv_tile).astype(jnp.float32) + 1
+    """int32 [NT]: of an item of each tile, in kv tiles; one more for its beginning and end."""
+    return pl.cdiv(work[:, 4], kv_tile) + 1
 
 
 def long_loads(work: jax.Array, long_items: int, kv_tile: int, programs: int) -> tuple[jax.Array, jax.Array]:
-    """float32 and int32 [programs]: the cost and the number of a program's long items.
+    """int32 [programs] each: the cost and the number of a program's long items.
 
     A tile of several tokens is long_items of them; item i is of tile i // long_items. Number r of program p is item
     r * programs + p, in odd rounds counted from the last program.
@@ -52,7 +52,7 @@ def long_loads(work: jax.Array, long_items: int, kv_tile: int, programs: int) ->
     each = jnp.pad(each, (0, rounds * programs - each.shape[0])).reshape(rounds, programs)
     odd = jnp.arange(rounds, dtype=jnp.int32)[:, None] % 2 == 1
     each = jnp.where(odd, each[:, ::-1], each)
-    return jnp.sum(each, axis=0), jnp.sum(each > 0, axis=0, dtype=jnp.int32)
+    return jnp.sum(each, axis=0, dtype=jnp.int32), jnp.sum(each > 0, axis=0, dtype=jnp.int32)
 
 
 def deal(work: jax.Array, long_items: int, short_items: int, *, kv_tile: int, programs: int) -> jax.Array:
@@ -62,13 +62,14 @@ def deal(work: jax.Array, long_items: int, short_items: int, *, kv_tile: int, pr
     """
     loads, longs = long_loads(work, long_items, kv_tile, programs)
     each = jnp.repeat(jnp.where(work[:, 2] == 1, costs(work, kv_tile), 0), short_items)
-    water = jnp.sum(each)
-    below = jnp.sum(jnp.maximum(loads[:, None] - loads, 0), axis=1)  # the water that reaches this program's load
+    water = jnp.sum(each, dtype=jnp.int32)
+    below = jnp.sum(jnp.maximum(loads[:, None] - loads, 0), axis=1, dtype=jnp.int32)  # that reaches this one's load
     wet = below < water
-    level = (water + jnp.sum(jnp.where(wet, loads, 0))) / jnp.maximum(jnp.sum(wet), 1)
-    room = jnp.cumsum(jnp.where(wet, level - loads, 0)).at[-1].set(jnp.inf)
-    middle = jnp.cumsum(each) - each / 2
+    level = pl.cdiv(water + jnp.sum(jnp.where(wet, loads, 0), dtype=jnp.int32), jnp.maximum(jnp.sum(wet), 1))
+    room = jnp.cumsum(jnp.where(wet, level - loads, 0))
+    room = jnp.where(jnp.arange(programs, dtype=jnp.int32) == programs - 1, _LONG, room)  # whatever is left over
+    middle = jnp.cumsum(each) - each // 2
     first = jnp.sum(work[:, 2] > 1, dtype=jnp.int32) * short_items
-    ends = first + jnp.sum((each > 0) & (middle < room[:, None]), axis=1, dtype=jnp.int32)
+    ends = first + jnp.sum((each > 0) & (middle <= room[:, None]), axis=1, dtype=jnp.int32)
     starts = jnp.concatenate([first[None], ends[:-1]])
     return jnp.stack([longs, starts, ends - starts], axis=1)
