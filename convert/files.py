@@ -22,7 +22,7 @@ import xxhash
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.memory import FRESH, Lease
 
-PIECE_BYTES = 8 << 20  # what one thread reads at a time, before and after a cast
+PIECE_BYTES = 8 << 20  # what one thread reads at a time, before and after a cast; on the way to a GPU, a whole span
 SMALL_BYTES = 1 << 20  # read at once where they are wanted
 MIN_RUN_BYTES = 128 << 10  # a shorter run of bytes isn't worth a read of its own
 

@@ -129,7 +129,7 @@ def mixed_attention(
     tables, lens, query_start, tile_seq, tile_start = plan
     check_ragged(q, kv, tables, lens, query_start, tile_seq, tile_start, query_tile)
     function = implementation("mixed_attention", backend)
-    return function(q, kv, layer, *plan, arrivals, scale=scale, query_tile=query_tile)
+    return function(q, kv, layer, plan, arrivals, scale=scale, query_tile=query_tile)
 
 
 def add_rms_norm(

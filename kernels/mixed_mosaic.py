@@ -14,28 +14,18 @@ from .decode_triton import attend_among
 from .prefill_mosaic import PrefillConfig, num_programs, prefill_config, ragged_attention
 from .prefill_mosaic_work import costs, long_loads, work_table
 
-MAX_SPLITS = 8  # of a decoding row's context: bounds the launch's empty programs, 6 us of them for 256 sequences
+MAX_SPLITS = 8  # of a decoding row's context: bounds the launch's empty programs, 12 us of them for 256 sequences
 # Measured on an H200, in the time that a kv tile of a long item takes (1.7 us): a tile of decoding rows alone, in the
 # ragged kernel and in decode's, per program; a tile of one split; the launch.
 SHORT_TILE, DECODE_TILE, SPLIT_TILE, LAUNCH = 1.6, 1.3, 0.7, 2.0
 
 
 def mixed_attention(
-    q: jax.Array,
-    kv: jax.Array,
-    layer: int | jax.Array,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    query_start: jax.Array,
-    tile_seq: jax.Array,
-    tile_start: jax.Array,
-    arrivals: jax.Array,
-    *,
-    scale: float,
-    query_tile: int,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """`prefill_mosaic.ragged_attention`, and arrivals [B, Hq] as in `decode_triton.decode_attention`."""
+    q: jax.Array, kv: jax.Array, layer: int | jax.Array, plan: tuple[jax.Array, ...], arrivals: jax.Array, *,
+    scale: float, query_tile: int, interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """`prefill_mosaic.ragged_attention` of plan, and arrivals [B, Hq] as in `decode_triton.decode_attention`."""
+    block_tables, context_lens, query_start, tile_seq, tile_start = plan
     config = prefill_config(q.shape[1] // kv.shape[3], q.shape[2], query_tile, num_programs(interpret))
     apart = _apart(work_table(context_lens, query_start, tile_seq, tile_start, query_tile), q.shape[1], config)
     single = query_start[1:] - query_start[:-1] == 1
