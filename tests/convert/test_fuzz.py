@@ -5,6 +5,7 @@ Never a crash, a hang or a large allocation: each example has a limit of memory,
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import struct
@@ -56,7 +57,7 @@ def damaged(document: Any, data: st.DataObject) -> Any:
             parent = parent[key]
         action = data.draw(st.sampled_from(["replace", "replace", "remove", "rename"]))
         if action == "replace" or isinstance(parent, list):
-            parent[place[-1]] = data.draw(junk)
+            parent[place[-1]] = copy.deepcopy(data.draw(junk))  # sampled_from hands out one object each time
         else:
             value = parent.pop(place[-1])
             if action == "rename":
