@@ -17,8 +17,8 @@ from numpy.typing import DTypeLike
 
 import jaxvllm
 from jaxvllm.config import DTYPE_BYTES, ModelConfig, read_json
+from jaxvllm.convert.checksums import checksum, file_checksum
 from jaxvllm.convert.errors import CheckpointError
-from jaxvllm.convert.files import checksum, file_checksum
 from jaxvllm.convert.hf import HFReader
 from jaxvllm.convert.load import check, detect
 from jaxvllm.convert.manifest import (

@@ -19,7 +19,8 @@ from typing import Self
 import numpy as np
 
 from jaxvllm.config import ModelConfig
-from jaxvllm.convert.files import ParallelReader, Piece, Stored, checksum, file_checksum, fill, fill_slice
+from jaxvllm.convert.checksums import checksum, file_checksum
+from jaxvllm.convert.files import ParallelReader, Piece, Stored, fill, fill_slice
 from jaxvllm.convert.manifest import FORMAT, MANIFEST, Manifest, StoredParam, read_manifest
 from jaxvllm.convert.memory import FRESH, Lease
 from jaxvllm.convert.pace import PACE

@@ -12,8 +12,8 @@ from numpy.typing import DTypeLike
 
 from jaxvllm.convert.build import MEMORY_BYTES, Written, copy_beside, output_dtype
 from jaxvllm.convert.checkpoint import OurReader
+from jaxvllm.convert.checksums import checksum
 from jaxvllm.convert.errors import CheckpointError
-from jaxvllm.convert.files import checksum
 from jaxvllm.convert.hf import SINGLE
 from jaxvllm.convert.load import check, detect
 from jaxvllm.convert.memory import Lease, Memory

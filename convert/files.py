@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import xxhash
 
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.memory import FRESH, Lease
@@ -275,18 +274,3 @@ def _pieces(stored: Stored, out: np.ndarray, first: int) -> Iterator[Piece]:
 def address(array: np.ndarray) -> int:
     """Where an array's first byte lies, a tenth as long in coming as ``array.ctypes.data``."""
     return array.__array_interface__["data"][0]
-
-
-def checksum(array: np.ndarray) -> str:
-    """XXH3, 128 bits, of an array's bytes in C order (Collet, https://github.com/Cyan4973/xxHash)."""
-    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-
-
-def file_checksum(file: Path) -> str:
-    """XXH3, 128 bits, of a whole file."""
-    state, buffer = xxhash.xxh3_128(), bytearray(min(PIECE_BYTES, file.stat().st_size + 1))
-    view = memoryview(buffer)
-    with file.open("rb", buffering=0) as stream:
-        while count := stream.readinto(view):
-            state.update(view[:count])
-    return state.hexdigest()

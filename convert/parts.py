@@ -16,8 +16,8 @@ import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import type_handlers
 
+from jaxvllm.convert.checksums import checksum, file_checksum
 from jaxvllm.convert.errors import CheckpointError
-from jaxvllm.convert.files import checksum, file_checksum
 from jaxvllm.convert.manifest import PARAMS, StoredParam
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from jaxvllm.config import ConfigError, ModelConfig
 from jaxvllm.convert.checkpoint import SMALL_BYTES, OurReader, file_problems
+from jaxvllm.convert.checksums import checksum, file_checksum
 from jaxvllm.convert.errors import CheckpointError
-from jaxvllm.convert.files import checksum, file_checksum
 from jaxvllm.convert.load import check, detect, open_checkpoint
 from jaxvllm.convert.manifest import Manifest, read_manifest
 from jaxvllm.convert.memory import Lease, Memory
