@@ -24,6 +24,7 @@ from jaxvllm.convert.memory import FRESH, Lease
 PIECE_BYTES = 8 << 20  # what one thread reads at a time, before and after a cast; on the way to a GPU, a whole span
 SMALL_BYTES = 1 << 20  # read at once where they are wanted
 MIN_RUN_BYTES = 128 << 10  # a shorter run of bytes isn't worth a read of its own
+ENDLESS = 1 << 30
 
 
 _of_thread = threading.local()  # opened: a pool's OpenFiles, in its threads
@@ -168,6 +169,8 @@ class ParallelReader:
         self._pool = ThreadPoolExecutor(threads, "read", self._opened.use)
         self._started: list[Future[None]] = []
         self._errors: list[BaseException] = []
+        self._room = threading.Semaphore(threads)  # for jobs that nobody does yet
+        self._stopped = False
 
     def __enter__(self) -> Self:
         return self
@@ -178,6 +181,7 @@ class ParallelReader:
         self.close()
 
     def close(self) -> None:
+        self.stop()
         self._pool.shutdown(cancel_futures=True)  # waits for those that run
         self._opened.close()
 
@@ -196,8 +200,23 @@ class ParallelReader:
             raise
 
     def start(self, jobs: Iterable[Callable[[], None]]) -> None:
-        """Has all jobs done at some time before ``finish`` returns."""
-        self._started += [self._pool.submit(self._note, job) for job in jobs]
+        """Has all jobs done at some time before ``finish`` returns. Waits while as many as there are threads wait for
+        one: who prepares jobs faster than they are done takes Python's lock from those who do them (a load was 15 %
+        slower). Raises the first error of any job that was started; after ``stop``, nothing more is.
+        """
+        for job in jobs:
+            self._room.acquire()
+            if self._errors or self._stopped:
+                self._room.release()  # so that whoever comes next doesn't wait either
+                if self._errors:
+                    raise self._errors[0]
+                return
+            self._started.append(self._pool.submit(self._note, job))
+
+    def stop(self) -> None:
+        """Nobody waits in ``start`` any more."""
+        self._stopped = True
+        self._room.release(ENDLESS)
 
     def finish(self) -> None:
         """Waits for what was started; raises the first error at once: then ``close`` waits for the others."""
@@ -207,6 +226,7 @@ class ParallelReader:
         self._started.clear()
 
     def _note(self, job: Callable[[], None]) -> None:
+        self._room.release()
         try:
             job()
         except BaseException as error:
@@ -244,20 +264,20 @@ def fill_slice(stored: Stored, index: tuple[slice, ...], out: np.ndarray) -> Ite
         for lead in np.ndindex(*out.shape[:axis]):
             place = [*lead, *[0] * (len(out.shape) - axis)]
             first = sum((starts[i] + at) * strides[i] for i, at in enumerate(place))
-            yield from _pieces(stored, out[lead].reshape(-1), first)
+            yield from _pieces(stored, out[(*lead, ...)].reshape(-1), first)
 
     return pieces()
 
 
 def contiguous_runs(out: np.ndarray) -> Iterator[np.ndarray]:
-    """Vectors that view ``out`` in C order, each as long as memory allows."""
+    """Vectors that view ``out`` in C order, each as long as memory allows: what is written to a copy would be lost."""
     axis = out.ndim  # out[..., axis:] is contiguous
     size = out.itemsize
     while axis > 0 and (out.shape[axis - 1] == 1 or out.strides[axis - 1] == size):
         size *= out.shape[axis - 1]
         axis -= 1
     for lead in np.ndindex(*out.shape[:axis]):
-        yield out[lead].reshape(-1)
+        yield out[(*lead, ...)].reshape(-1)
 
 
 def shortest_run_bytes(out: np.ndarray) -> int:

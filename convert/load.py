@@ -26,7 +26,7 @@ from jaxvllm.convert.progress import ByteBar
 from jaxvllm.convert.tables import host_dtype, part_shape
 from jaxvllm.models.params import Index, ParamInfo, Table
 
-SPAN_BYTES = 16 << 20  # read at once on the way to a GPU (runtime.upload's BUFFER_BYTES)
+SPAN_BYTES = 8 << 20  # read at once on the way to a GPU (runtime.upload's BUFFER_BYTES)
 SPANS_OF_A_JOB = 4  # that are read by one thread in turn: handing over a job takes as much Python as a span
 
 
@@ -73,9 +73,10 @@ class Parts:
     def stream(self, index: Index, send: Callable[[Span, int], None]) -> bool:
         """Has send(span, the address of the part's first byte) called for all of a part, in the reader's threads.
 
-        Returns at once; ``load_shards`` returns when all calls have, and raises what they raise. send has the span
-        read into memory of its choice (``Span.read_into``); nothing lies at the addresses that it hears. False: nothing
-        will be done, since the part doesn't lie in pieces as it is wanted.
+        Returns when the last calls are about to begin; ``load_shards`` returns when all have, and raises what they
+        raise, as this does for what was streamed before. send has the span read into memory of its choice
+        (``Span.read_into``); nothing lies at the addresses that it hears. False: nothing will be done, since the part
+        doesn't lie in pieces as it is wanted.
         """
         shadow = np.empty(part_shape(self.info, index), self.dtype)  # never touched: no memory stands behind it
         pieces = self._reader.pieces(self.info, index, shadow)
@@ -152,7 +153,8 @@ def load_shards[Placed](
     after it; it is called from several threads.
     keeps: whether a part may still be used (aliased by a CPU array) when ``place`` has returned; where it isn't, its
     memory is used again. pace: how many at a time. Both formats give identical parts. Host memory: the parameters on
-    their way, at most one or pace.memory_bytes (768 MB) together, plus one part.
+    their way, at most one or pace.memory_bytes (768 MB) together, plus one part; for a cast of what is streamed, 8 MB
+    in its stored dtype for each reader.
 
     Raises CheckpointError, before the first ``place``, with everything missing, unused, mis-shaped or damaged.
     """
@@ -176,6 +178,7 @@ def load_shards[Placed](
                 reader.threads.finish()
                 return placed
             except BaseException:
+                reader.threads.stop()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 

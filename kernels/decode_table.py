@@ -32,7 +32,7 @@ TABLE = {
     "NVIDIA H200": (
         DecodeRow(16, (4, 4), 64, 64, 2, 2, fused=False),
         DecodeRow(128, (4, 8), 128, 64, 4, 2, fused=True),
-        DecodeRow(384, (4, 4), 128, 64, 4, 2, fused=True),
+        DecodeRow(384, (4, 4), 256, 64, 4, 2, fused=True),
         DecodeRow(512, (4, 8), 128, 64, 2, 2, fused=True),
         DecodeRow(1024, (4, 12), 128, 64, 2, 2, fused=True),
         DecodeRow(1536, (4, 8), 128, 64, 2, 2, fused=True),

@@ -30,8 +30,8 @@ from jaxvllm.runtime.cuda import Cuda, Driver
 
 logger = logging.getLogger(__name__)
 
-BUFFER_BYTES = 16 << 20  # for a span of convert's: a reader waits 1 ms for Python's lock after each, whatever its size
-NUM_BUFFERS = 20  # 16 are read into, the others copied from
+BUFFER_BYTES = 8 << 20  # for a span of convert's
+NUM_BUFFERS = 24  # 16 are read into, the others copied from
 MAKERS = 4  # threads
 PAGE_BYTES, LARGE_PAGE_BYTES = 4 << 10, 2 << 20
 SMALL_BYTES = 1 << 20  # for less, jax's own way

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -129,3 +130,93 @@ def test_a_thread_has_one_file_open_and_in_the_end_none(monkeypatch: pytest.Monk
             reader.read(info)
     assert before < most <= before + 3  # and the folder that was looked into for the number
     assert open_files() == before
+
+
+def test_jobs_are_started_no_faster_than_they_are_done() -> None:
+    """Whoever prepares them would take Python's lock from those who read."""
+    go, started, begun = threading.Semaphore(0), 0, threading.Semaphore(0)
+
+    def job() -> None:
+        begun.release()
+        assert go.acquire(timeout=10)
+
+    def prepare() -> Iterator[Callable[[], None]]:
+        nonlocal started
+        for _ in range(20):
+            started += 1
+            yield job
+
+    with ParallelReader(3) as reader:
+        thread = threading.Thread(target=lambda: reader.start(prepare()))
+        thread.start()
+        for done in range(14):
+            assert begun.acquire(timeout=10)
+            assert started <= done + 1 + 2 * 3 + 1  # begun, three more that run, three that wait, one in hand
+            if done >= 2:
+                go.release()
+        go.release(8)
+        thread.join(10)
+        reader.finish()
+    assert started == 20
+
+
+@pytest.mark.parametrize("end", ["stop", "failure"])
+def test_nobody_waits_to_start_what_will_not_be_done(end: str) -> None:
+    go, ended = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def job() -> None:
+        assert go.wait(10)
+        if end == "failure":
+            raise OSError("the disk is gone")
+
+    with ParallelReader(2) as reader:
+
+        def start() -> None:
+            try:
+                reader.start([job] * 1000)
+            except OSError as error:
+                errors.append(error)
+            ended.set()
+
+        threading.Thread(target=start).start()
+        assert not ended.wait(0.1)
+        if end == "stop":
+            reader.stop()
+            assert ended.wait(10)
+            reader.stop()
+            reader.start([job])  # is nobody's any more
+        go.set()
+        assert ended.wait(10)
+        assert [str(error) for error in errors] == (["the disk is gone"] if end == "failure" else [])
+        for _ in range(10 if end == "failure" else 0):  # more often than there are threads
+            with pytest.raises(OSError, match="the disk is gone"):
+                reader.start([job])
+        if end == "failure":
+            with pytest.raises(OSError, match="the disk is gone"):
+                reader.finish()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (1, 1), (3, 4), (2, 3, 4)])
+@pytest.mark.parametrize("lay_out", ["as it is", "every second", "transposed", "backwards"])
+def test_whatever_an_array_looks_like_its_own_memory_is_filled(shape: tuple[int, ...], lay_out: str, tmp_path: Path
+                                                              ) -> None:  # fmt: skip
+    values = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
+    (tmp_path / "x").write_bytes(values.tobytes())
+    out = np.full(shape, -1, np.int32)
+    if lay_out == "every second" and shape:
+        out = np.full((*shape[:-1], 2 * shape[-1]), -1, np.int32)[..., ::2]
+    elif lay_out == "transposed":
+        out = np.full(shape[::-1], -1, np.int32).T
+    elif lay_out == "backwards" and shape:
+        out = out[..., ::-1]
+    stored = Stored("x", values.dtype, shape, tmp_path / "x", 0)
+    for piece in files.fill(stored, out):
+        piece()
+    np.testing.assert_array_equal(out, values)
+    sliced = files.fill_slice(stored, tuple(slice(0, n) for n in shape), out)
+    if lay_out == "as it is":
+        out[...] = -1
+        for piece in sliced or ():
+            piece()
+        np.testing.assert_array_equal(out, values)
