@@ -29,7 +29,7 @@ from .mosaic_tiles import COLUMNS, ROWS, TRANSFORMS, zeroes_pads
 from .precision import LOG2_E
 from .prefill_mosaic_program import Program
 from .prefill_mosaic_roles import REGISTERS, consume, produce
-from .prefill_mosaic_work import deal, work_table
+from .prefill_mosaic_work import MAX_SEQS, deal, packed, work_table
 from .shapes import MOSAIC_BLOCK_SIZES, MOSAIC_HEAD_DIMS
 
 HEAD_DIMS = MOSAIC_HEAD_DIMS["ragged_attention"]
@@ -105,6 +105,8 @@ def ragged_attention(
     if pl.cdiv(query_tile * config.heads, ROWS) not in REGISTERS:
         limit = ROWS * max(REGISTERS) // config.heads
         raise ValueError(f"query_tile is {query_tile}; with {config.heads} heads an item the limit is {limit}")
+    if block_tables.shape[0] > MAX_SEQS:
+        raise ValueError(f"block_tables has {block_tables.shape[0]} rows; the mosaic kernel's limit is {MAX_SEQS}")
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     plan = block_tables, context_lens, query_start, tile_seq, tile_start
     out = _launch(layers, q, kv, *plan, scale=scale, query_tile=query_tile, config=config, interpret=interpret)
@@ -164,7 +166,7 @@ def _launch(
     dealt = deal(
         work, long_items=groups, short_items=groups // config.lanes, kv_tile=config.tile, programs=config.num_sms
     )
-    return launch(layers, q, kv.reshape(-1, block_size, head_dim), tables, starts, work, dealt)
+    return launch(layers, q, kv.reshape(-1, block_size, head_dim), tables, starts, *packed(work, dealt))
 
 
 def _scratch(config: PrefillConfig, num_consumers: int, head_dim: int, block_size: int, dtype, interpret: bool) -> list:

@@ -12,6 +12,29 @@ from .mosaic_tiles import COLUMNS, ROWS
 
 
 @dataclass(frozen=True, slots=True)
+class Item:
+    """A tile of some query heads. In few registers, as the next one's are kept while one is worked on."""
+
+    start: jax.Array  # its first token
+    position: jax.Array  # that one's, in its sequence
+    seq_count: jax.Array  # its sequence, and 65536 times its tokens
+    head: jax.Array  # its first query head
+
+    @property
+    def seq(self) -> jax.Array:
+        return self.seq_count & 0xFFFF
+
+    @property
+    def count(self) -> jax.Array:
+        return lax.shift_right_logical(self.seq_count, 16)
+
+    @property
+    def context(self) -> jax.Array:
+        """Of its last token."""
+        return self.position + self.count
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """Number `sm` of the launch. Refs to global memory, then to shared memory and barriers, in the launch's order."""
 
@@ -27,8 +50,8 @@ class Program:
     kv: Any  # [L * 2 * N * Hkv, P, D]
     tables: Any  # [B, W]
     starts: Any  # [B + 1]
-    work: Any  # [NT, 5]
-    deal: Any  # [num_sms, 3]
+    work: Any  # [NT, 3]
+    deal: Any  # [num_sms, 2]
     out: Any  # [T, Hq, D]
     rows: (
         Any  # queries, output: each as tiles [I, C, D / 64, 64, 64] and as tokens [I, C, D / 64, 64 / heads, heads, 64]
@@ -58,32 +81,31 @@ class Program:
         return lax.div(context + (self.config.tile - 1), self.config.tile)
 
     def each_item(self, work: Callable[..., None]) -> tuple[jax.Array, jax.Array]:
-        """Calls work(items so far, kv tiles so far, item) for the program's items; returns both numbers."""
-        longs, first, shorts = (self.deal[self.sm, i] for i in range(3))
-        items = longs + shorts
+        """Calls work(items so far, kv tiles so far, Item) for the program's items; returns both numbers."""
+        dealt = self.deal[self.sm, 0], self.deal[self.sm, 1]
+        items = lax.shift_right_logical(dealt[1], 16)
 
         def body(index, carry):
-            tiles, *item = carry
-            following = self.item(jnp.minimum(index + 1, items - 1), longs, first)  # early: global memory is slow
+            tiles, *now = carry
+            item, ahead = Item(*now), self.item(jnp.minimum(index + 1, items - 1), *dealt)  # global memory is slow
             work(index, tiles, item)
-            return tiles + self.kv_tiles(item[4]), *following
+            return tiles + self.kv_tiles(item.context), *ahead
 
-        tiles, *_ = lax.fori_loop(0, items, body, (jnp.int32(0), *self.item(jnp.int32(0), longs, first)))
+        tiles, *_ = lax.fori_loop(0, items, body, (jnp.int32(0), *self.item(jnp.int32(0), *dealt)))
         return items, tiles
 
-    def item(self, index, longs, first) -> tuple[jax.Array, ...]:
-        """Row of the work table and first head of the program's item number `index`; see prefill_mosaic_work.
-
-        Where there is none, anything that lies in the table.
-        """
-        num_sms, groups = self.config.num_sms, self.q.shape[1] // self.config.heads
-        short = index >= longs
+    def item(self, index, first, counts) -> tuple[jax.Array, ...]:
+        """Fields of an Item, the program's number `index`; see prefill_mosaic_work. Any row's where there is none."""
+        num_sms, groups, lanes = self.config.num_sms, self.q.shape[1] // self.config.heads, self.config.lanes
+        short = index >= counts & 0xFFFF
         long_item = index * num_sms + jnp.where(lax.rem(index, 2) == 0, self.sm, num_sms - 1 - self.sm)
-        item = jnp.where(short, first + index - longs, long_item)
-        groups = jnp.where(short, groups // self.config.lanes, groups)
-        row = jnp.minimum(lax.div(item, groups), self.work.shape[0] - 1)
-        heads = jnp.where(short, self.config.lanes * self.config.heads, self.config.heads)
-        return *(self.work[row, i] for i in range(self.work.shape[1])), lax.rem(item, groups) * heads
+        item = jnp.where(short, first + index, long_item)
+        row, group = lax.div(item, groups), lax.rem(item, groups)
+        if lanes > 1:
+            row = jnp.where(short, lax.div(item, groups // lanes), row)
+            group = jnp.where(short, lax.rem(item, groups // lanes) * lanes, group)
+        row = jnp.minimum(row, self.work.shape[0] - 1)
+        return self.work[row, 0], self.work[row, 1], self.work[row, 2], group * self.config.heads
 
     def share(self, consumer, count) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Of an item of `count` tokens, a consumer's first token and first head, from the item's on, and its tokens."""

@@ -60,12 +60,11 @@ def produce(program: Program) -> None:
                 plgpu.copy_gmem_to_smem(source, target, p.q_full.at[place])
 
     def work(items, done, item):
-        seq, start, count, _, context, first_head = item
-        head = lax.div(first_head, p.q.shape[1] // p.kv_heads)
+        seq, context, head = item.seq, item.context, lax.div(item.head, p.q.shape[1] // p.kv_heads)
         last_block, num_tiles = lax.div(context - 1, block_size), p.kv_tiles(context)
         place = lax.rem(items, config.num_queries)
         pl.when(items >= config.num_queries)(lambda: plgpu.barrier_wait(p.q_free.at[place]))
-        copy_queries(place, start, count, first_head)
+        copy_queries(place, item.start, item.count, item.head)
 
         def step(index, _):
             slot = p.slot(done + index)
@@ -107,11 +106,10 @@ def consume(program: Program, me) -> None:
         pl.when(me == p.num_consumers - 1)(lambda: plgpu.barrier_arrive(p.turns.at[0]))
 
     def work(items, done, item):
-        _, start, count, position, context, first_head = item
-        first, head, used = p.share(me, count)
-        num_tiles, place = p.kv_tiles(context), lax.rem(items, p.config.num_queries)
+        first, head, used = p.share(me, item.count)
+        num_tiles, place = p.kv_tiles(item.context), lax.rem(items, p.config.num_queries)
         plgpu.barrier_wait(p.q_full.at[place])
-        rows = (start + first, position + first, used, first_head + head)
+        rows = (item.start + first, item.position + first, used, item.head + head)
         pl.when(used > 0)(lambda: _attend(p, me, place, done, num_tiles, *rows))
         pl.when(used == 0)(lambda: _pass(p, me, place, done, num_tiles))
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 _LONG = 1 << 30  # above every context
+MAX_SEQS = 1 << 16  # see `packed`
 
 
 def work_table(context_lens, query_start, tile_seq, tile_start, query_tile: int) -> jax.Array:
@@ -73,3 +74,15 @@ def deal(work: jax.Array, long_items: int, short_items: int, *, kv_tile: int, pr
     ends = first + jnp.sum((each > 0) & (middle <= room[:, None]), axis=1, dtype=jnp.int32)
     starts = jnp.concatenate([first[None], ends[:-1]])
     return jnp.stack([longs, starts, ends - starts], axis=1)
+
+
+def packed(work: jax.Array, dealt: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both tables as a program reads them, in few registers.
+
+    int32 [NT, 3]: a tile's first token, its position, its sequence + 65536 * its tokens.
+    int32 [programs, 2]: first short item - long ones, long ones + 65536 * all items.
+    """
+    seq, start, count, position, _ = work.T
+    longs, first, shorts = dealt.T
+    rows = jnp.stack([start, position, seq | count << 16], axis=1)
+    return rows, jnp.stack([first - longs, longs | longs + shorts << 16], axis=1)

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvllm.kernels.prefill_mosaic_work import deal, work_table
+from jaxvllm.kernels.prefill_mosaic import PrefillConfig
+from jaxvllm.kernels.prefill_mosaic_program import Item, Program
+from jaxvllm.kernels.prefill_mosaic_work import deal, packed, work_table
 
 KV_TILE, QUERY_TILE = 128, 64
 
@@ -68,6 +70,41 @@ def test_every_item_is_somebodys_and_nobodys_twice(seed: int) -> None:
             for i in range({0: 0, 1: short_items}.get(tokens, long_items))]  # fmt: skip
     got = items_of(work, long_items, short_items, programs)
     assert sorted(item for items in got for item in items) == want
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_program_reads_what_it_was_dealt(lanes: int) -> None:
+    """From the packed tables: the same items, with their tile's fields and their first head."""
+    heads, groups, programs = 2, 8, 5
+    work = table_of([(1, 70), (150, 900), (1, 1), (33, 33), (1, 4000), (64, 100_000)])
+    dealt = make_deal(work, long_items=groups, short_items=groups // lanes, kv_tile=KV_TILE, programs=programs)
+    rows, deals = packed(jnp.asarray(work), dealt)
+    want = items_of(work, groups, groups // lanes, programs)
+    q = jax.ShapeDtypeStruct((300, groups * heads, 64), jnp.bfloat16)
+    config = PrefillConfig(heads, tile=KV_TILE, num_stages=2, num_sms=programs, lanes=lanes)
+    for sm in range(programs):
+        tables = None, rows, deals  # after the queries, keys and values and block tables, which aren't asked
+        program = Program(config, 1.0, 2, 1, 4, True, jnp.int32(sm), None, q, None, None, *tables, *[None] * 9)
+        seen = noted(program)
+        expected, before = [], 0
+        for index, (row, number) in enumerate(want[sm]):
+            head = number * heads * (lanes if work[row, 2] == 1 else 1)
+            expected.append((index, before, *work[row].tolist(), head))
+            before += -(-int(work[row, 4]) // KV_TILE)
+        assert seen == [*expected, (len(expected), before)]
+
+
+def noted(program: Program) -> list[tuple[int, ...]]:
+    """What `each_item` calls with, and returns."""
+    seen: list[tuple[int, ...]] = []
+
+    def note(index: jax.Array, tiles: jax.Array, item: Item) -> None:
+        fields = index, tiles, item.seq, item.start, item.count, item.position, item.context, item.head
+        jax.debug.callback(lambda *fields: seen.append(tuple(map(int, fields))), *fields, ordered=True)
+
+    counts = jax.jit(lambda: program.each_item(note))()
+    jax.effects_barrier()
+    return [*seen, tuple(map(int, counts))]
 
 
 UNEVEN = [(704, 15_000, 64), (704, 8000, 64), (128, 128, 200), (64, 64, 1), (2000, 2000, 30), (448, 15_000, 100)]
