@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxvllm.config import ModelConfig
 from jaxvllm.convert.checksums import checksum, file_checksum
-from jaxvllm.convert.files import ParallelReader, Piece, Stored, fill, fill_slice
+from jaxvllm.convert.files import ParallelReader, Piece, Stored, cut, fill, fill_slice
 from jaxvllm.convert.manifest import FORMAT, MANIFEST, Manifest, StoredParam, read_manifest
 from jaxvllm.convert.memory import FRESH, Lease
 from jaxvllm.convert.pace import PACE
@@ -86,7 +86,7 @@ class OurReader:
             return self.threads.read(place, wanted, lease)
         if len(info.sources) == 1:  # padded rows of the vocabulary
             dest = allocate(info, wanted, lease)
-            self.threads.run(fill(place, dest[info.sources[0].index]), dest.nbytes)
+            self.threads.run(cut(fill(place, dest[info.sources[0].index])), dest.nbytes)
             return dest
         return reform(self.threads.read(place, wanted, lease), have, info)
 
@@ -99,18 +99,18 @@ class OurReader:
         if self._place_of(info) is None:
             return whole
 
-        def cut(index: Index) -> np.ndarray:
+        def part(index: Index) -> np.ndarray:
             out = lease.empty(part_shape(info, index), dtype)
             pieces = self.pieces(info, index, out)
             if pieces is None:
                 return whole(index)
-            self.threads.run(pieces, out.nbytes)
+            self.threads.run(cut(pieces), out.nbytes)
             return out
 
-        return cut
+        return part
 
     def pieces(self, info: ParamInfo, index: Index, out: np.ndarray) -> list[Piece] | None:
-        """What fills ``out``, any memory of the part's shape; None where the parameter is read whole first."""
+        """Long pieces that fill ``out``, any memory of the part's shape; None where all of it is read first."""
         place = self._place_of(info)
         found = None if place is None else fill_slice(place, slices_of(info, index), out)
         return None if found is None else list(found)

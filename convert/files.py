@@ -21,7 +21,7 @@ import numpy as np
 from jaxvllm.convert.errors import CheckpointError
 from jaxvllm.convert.memory import FRESH, Lease
 
-PIECE_BYTES = 8 << 20  # what one thread reads at a time, before and after a cast; on the way to a GPU, a whole span
+PIECE_BYTES = 8 << 20  # what one thread reads at a time, before and after a cast
 SMALL_BYTES = 1 << 20  # read at once where they are wanted
 MIN_RUN_BYTES = 128 << 10  # a shorter run of bytes isn't worth a read of its own
 ENDLESS = 1 << 30
@@ -43,7 +43,7 @@ class OpenFiles:
     def get(self, file: Path) -> int:
         me = threading.get_ident()
         opened = self._of.get(me)
-        if opened is not None and opened[0] == file:
+        if opened is not None and (opened[0] is file or opened[0] == file):
             return opened[1]
         if opened is not None:
             os.close(self._of.pop(me)[1])
@@ -84,14 +84,17 @@ class Stored:
 
     def read_into(self, out: np.ndarray, first: int = 0) -> None:
         """Fills the vector ``out`` (contiguous, this dtype) from the flat index ``first`` on."""
-        view = memoryview(out.view(np.uint8))
-        start, done = self.offset_bytes + first * self.dtype.itemsize, 0
+        self.read_bytes(memoryview(out.view(np.uint8)), first)
+
+    def read_bytes(self, view: memoryview, first: int = 0) -> None:
+        """The same with memory of any kind, counted in bytes."""
+        start, done, wanted = self.offset_bytes + first * self.dtype.itemsize, 0, len(view)
         opened: OpenFiles | None = getattr(_of_thread, "opened", None)
         try:
             descriptor = _open(self.file) if opened is None else opened.get(self.file)
             try:
-                while done < len(view):  # one read returns at most 2 GiB on Linux
-                    count = os.preadv(descriptor, [view[done:]], start + done)
+                while done < wanted:  # one read returns at most 2 GiB on Linux
+                    count = os.preadv(descriptor, [view[done:] if done else view], start + done)
                     if not count:
                         break
                     done += count
@@ -100,8 +103,8 @@ class Stored:
                     os.close(descriptor)
         except OSError as error:
             raise CheckpointError(self.file, [f"{self.name} can't be read: {error.strerror}"]) from error
-        if done != len(view):
-            raise CheckpointError(self.file, [f"{self.name} ends after {done} of {len(view)} bytes: file changed"])
+        if done != wanted:
+            raise CheckpointError(self.file, [f"{self.name} ends after {done} of {wanted} bytes: file changed"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,52 +116,10 @@ class Piece:
     out: np.ndarray
 
     def __call__(self) -> None:
-        self.read_into(self.out)
-
-    def read_into(self, out: np.ndarray) -> None:
-        """The same with another vector of this size and dtype. Raises CheckpointError as ``Stored.read`` does."""
-        if out.dtype == self.stored.dtype:
-            self.stored.read_into(out, self.first)
+        if self.out.dtype == self.stored.dtype:
+            self.stored.read_into(self.out, self.first)
         else:
-            out[...] = self.stored.read(self.first, out.size)
-
-
-@dataclass(slots=True)
-class Span:
-    """Pieces that follow each other in their file, on their way by other memory: one read, and a few copies from there.
-
-    stretches: (address, bytes) in the memory that the pieces fill, in the file's order, neighbours joined.
-    """
-
-    first: Piece
-    num_bytes: int
-    stretches: list[tuple[int, int]]
-
-    def read_into(self, memory: np.ndarray) -> None:
-        """Fills the first num_bytes of ``memory``, uint8, in the pieces' dtype."""
-        self.first.read_into(memory[: self.num_bytes].view(self.first.out.dtype))
-
-
-def spans(pieces: Iterable[Piece], most_bytes: int) -> Iterator[Span]:
-    """The pieces in spans of at most most_bytes, or of one piece."""
-    span, stored, following = None, None, 0
-    for piece in pieces:
-        place, num_bytes = address(piece.out), piece.out.nbytes
-        if span is None or piece.stored is not stored or piece.first != following or (
-            span.num_bytes + num_bytes > most_bytes
-        ):  # fmt: skip
-            if span is not None:
-                yield span
-            span, stored = Span(piece, 0, []), piece.stored
-        start, length = span.stretches[-1] if span.stretches else (place, 0)
-        if start + length == place:
-            span.stretches[-1:] = [(start, length + num_bytes)]
-        else:
-            span.stretches.append((place, num_bytes))
-        span.num_bytes += num_bytes
-        following = piece.first + piece.out.size
-    if span is not None:
-        yield span
+            self.out[...] = self.stored.read(self.first, self.out.size)
 
 
 class ParallelReader:
@@ -236,15 +197,15 @@ class ParallelReader:
     def read(self, stored: Stored, dtype: np.dtype, lease: Lease = FRESH) -> np.ndarray:
         """An array of ``stored``'s shape, cast to ``dtype`` piece by piece."""
         out = lease.empty(stored.shape, dtype)
-        self.run(fill(stored, out), out.nbytes)
+        self.run(cut(fill(stored, out)), out.nbytes)
         return out
 
 
 def fill(stored: Stored, out: np.ndarray) -> Iterator[Piece]:
-    """What fills ``out``, whose C order is ``stored``'s, strided as it may be, in ``out``'s dtype."""
+    """What fills ``out``, whose C order is ``stored``'s, strided as it may be, in ``out``'s dtype: long pieces."""
     first = 0
     for run in contiguous_runs(out):
-        yield from _pieces(stored, run, first)
+        yield Piece(stored, first, run)
         first += run.size
 
 
@@ -264,7 +225,7 @@ def fill_slice(stored: Stored, index: tuple[slice, ...], out: np.ndarray) -> Ite
         for lead in np.ndindex(*out.shape[:axis]):
             place = [*lead, *[0] * (len(out.shape) - axis)]
             first = sum((starts[i] + at) * strides[i] for i, at in enumerate(place))
-            yield from _pieces(stored, out[(*lead, ...)].reshape(-1), first)
+            yield Piece(stored, first, out[(*lead, ...)].reshape(-1))
 
     return pieces()
 
@@ -285,12 +246,10 @@ def shortest_run_bytes(out: np.ndarray) -> int:
     return next(iter(contiguous_runs(out))).nbytes if out.size else 0
 
 
-def _pieces(stored: Stored, out: np.ndarray, first: int) -> Iterator[Piece]:
-    step = max(1, PIECE_BYTES // max(stored.dtype.itemsize, out.itemsize))
-    for at in range(0, out.size, step):
-        yield Piece(stored, first + at, out[at : at + step])
-
-
-def address(array: np.ndarray) -> int:
-    """Where an array's first byte lies, a tenth as long in coming as ``array.ctypes.data``."""
-    return array.__array_interface__["data"][0]
+def cut(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The same in pieces of at most PIECE_BYTES, before and after the cast, for several threads."""
+    for piece in pieces:
+        stored, out = piece.stored, piece.out
+        step = max(1, PIECE_BYTES // max(stored.dtype.itemsize, out.itemsize))
+        for at in range(0, out.size, step):
+            yield Piece(stored, piece.first + at, out[at : at + step])

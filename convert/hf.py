@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxvllm.convert.errors import CheckpointError
-from jaxvllm.convert.files import MIN_RUN_BYTES, ParallelReader, Piece, fill, shortest_run_bytes
+from jaxvllm.convert.files import MIN_RUN_BYTES, ParallelReader, Piece, cut, fill, shortest_run_bytes
 from jaxvllm.convert.memory import FRESH, Lease
 from jaxvllm.convert.pace import PACE
 from jaxvllm.convert.safetensors_io import TensorEntry, read_header, read_unique
@@ -91,14 +91,14 @@ class HFReader:
         for source in info.sources:
             stored, part = self.tensors[source.name].stored, dest[source.index]
             if _in_long_runs(source, part):
-                jobs += fill(stored, part)
+                jobs += cut(fill(stored, part))
             else:
                 jobs.append(lambda source=source, stored=stored: source.place(dest, stored.read()))
         self.threads.run(jobs, dest.nbytes)
         return dest
 
     def pieces(self, info: ParamInfo, index: Index, out: np.ndarray) -> list[Piece] | None:
-        """What fills ``out``, any memory of the part's shape; None for what is cut, padded or put together first."""
+        """Long pieces that fill ``out``, any memory of the part's shape; None for what is cut, padded or joined."""
         if out.shape != info.shape or not covered(info):
             return None
         parts = [(source, out[source.index]) for source in info.sources]

@@ -17,12 +17,13 @@ from numpy.typing import DTypeLike
 
 from jaxvllm.convert.checkpoint import OurReader
 from jaxvllm.convert.errors import CheckpointError
-from jaxvllm.convert.files import ParallelReader, Piece, Span, address, spans
+from jaxvllm.convert.files import ParallelReader, Piece
 from jaxvllm.convert.hf import HFReader, check_folder
 from jaxvllm.convert.manifest import MANIFEST
 from jaxvllm.convert.memory import FRESH, Lease, Memory
 from jaxvllm.convert.pace import PACE, Pace
 from jaxvllm.convert.progress import ByteBar
+from jaxvllm.convert.spans import Span, address, spans
 from jaxvllm.convert.tables import host_dtype, part_shape
 from jaxvllm.models.params import Index, ParamInfo, Table
 
@@ -49,7 +50,7 @@ class Reader(AbstractContextManager[Any], Protocol):
         ...
 
     def pieces(self, info: ParamInfo, index: Index, out: np.ndarray) -> list[Piece] | None:
-        """What fills ``out``, any memory of the part's shape; None for a part that can't be read like that."""
+        """What fills ``out``, any memory of the part's shape, in long pieces; None where it can't be read like that."""
         ...
 
     @property

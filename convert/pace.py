@@ -15,7 +15,7 @@ class Pace:
     """
 
     parameters: int = 4
-    readers: int = min(16, max(4, os.cpu_count() or 4))
+    readers: int = min(16, max(4, (os.cpu_count() or 4) - 2))  # two are left to who prepares and to the driver
     memory_bytes: int = 768 << 20
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ import logging
 import math
 import mmap
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ SMALL_BYTES = 1 << 20  # for less, jax's own way
 
 
 class Span(Protocol):
-    """What ``convert`` reads at once: see its ``files.Span``."""
+    """What ``convert`` reads at once: see its ``spans.Span``."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -48,7 +49,7 @@ class Span(Protocol):
         """(address, bytes) of where it belongs, in order."""
         ...
 
-    def read_into(self, memory: np.ndarray) -> None: ...
+    def read_into(self, memory: memoryview) -> None: ...
 
 
 type Stream[Index] = Callable[[Index, Callable[[Span, int], None]], bool]  # see convert's Parts.stream
@@ -56,9 +57,9 @@ type Stream[Index] = Callable[[Index, Callable[[Span, int], None]], bool]  # see
 
 @dataclass(slots=True)
 class Buffer:
-    """Host memory, uint8, and where it lies: asking numpy for an address takes 20 us of everybody's time."""
+    """Host memory and where it lies: asking numpy for an address takes 20 us of everybody's time."""
 
-    data: np.ndarray
+    data: memoryview
     address: int
     lanes: dict[Any, Any] = field(default_factory=dict)  # by device
     locked: bool = False
@@ -79,6 +80,7 @@ class Upload:
         self._failed: list[Exception] = []  # of those that couldn't be made
         self._turns: queue.SimpleQueue[Buffer | Exception] = queue.SimpleQueue()
         self._makers = ThreadPoolExecutor(MAKERS, "buffers")
+        self._preparing = threading.Lock()  # several at once would only take turns at Python's, and the readers wait
 
     def __enter__(self) -> Self:
         try:
@@ -130,12 +132,13 @@ class Upload:
         """
         if math.prod(shape) * dtype.itemsize < SMALL_BYTES:
             return None
-        array = jax.block_until_ready(_zeros(tuple(shape), dtype, device)())
+        with self._preparing:
+            array = jax.block_until_ready(_zeros(tuple(shape), dtype, device)())
 
-        def send(span: Span, start: int) -> None:
-            self._send(device, array, span, start)
+            def send(span: Span, start: int) -> None:
+                self._send(device, array, span, start)
 
-        return array if stream(index, send) else None
+            return array if stream(index, send) else None
 
     def _send(self, device: Any, target: jax.Array, span: Span, start: int) -> None:
         buffer = self._turns.get()
@@ -164,7 +167,8 @@ class Upload:
     def _make(self) -> None:
         try:
             buffer = _in_large_pages(BUFFER_BYTES)
-            buffer.data[::PAGE_BYTES] = 0  # its pages come here, in several threads; a lock brings them one by one
+            pages = np.frombuffer(buffer.data, np.uint8)[::PAGE_BYTES]
+            pages[:] = 0  # brings them, in several threads; a lock does it one by one
         except Exception as error:
             self._failed.append(error)
             if len(self._failed) == self._num_buffers:  # who waits for a buffer raises it
@@ -190,10 +194,9 @@ def _in_large_pages(num_bytes: int) -> Buffer:
     made = mmap.mmap(-1, num_bytes + LARGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         made.madvise(mmap.MADV_HUGEPAGE)
-    data = np.frombuffer(made, np.uint8)
-    start = -data.ctypes.data % LARGE_PAGE_BYTES
-    data = data[start : start + num_bytes]
-    return Buffer(data, data.ctypes.data)
+    address = np.frombuffer(made, np.uint8).ctypes.data
+    start = -address % LARGE_PAGE_BYTES
+    return Buffer(memoryview(made)[start : start + num_bytes], address + start)
 
 
 def open_upload(devices: Sequence[Any]) -> Upload | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import jax
@@ -46,11 +46,18 @@ def make_place(mesh: Mesh, upload: Upload | None = None) -> Callable[[ParamInfo,
     ``jax.device_put``.
     """
 
+    @cache  # many parameters have one shape, and jax takes a while
+    def spread(
+        shape: tuple[int, ...], axes: tuple[str | None, ...]
+    ) -> tuple[NamedSharding, tuple[int, ...], Mapping[Any, Index | None], bool]:
+        """The sharding, a part's shape, the index of each device's part, and whether no two have the same part."""
+        target = sharding(mesh, axes)
+        places = target.addressable_devices_indices_map(shape)
+        return target, target.shard_shape(shape), places, len({str(index) for index in places.values()}) == len(places)
+
     def place(info: ParamInfo, read: Read) -> jax.Array:
-        target = sharding(mesh, info.axes)
-        shape = target.shard_shape(info.shape)
-        places = target.addressable_devices_indices_map(info.shape)
-        streams = upload is not None and len({str(index) for index in places.values()}) == len(places)
+        target, shape, places, each_its_own = spread(info.shape, info.axes)
+        streams = upload is not None and each_its_own
         read_parts: dict[str, np.ndarray] = {}  # what several devices need is read once
         parts = []
         for device, index in places.items():

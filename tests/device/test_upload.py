@@ -16,6 +16,7 @@ from jaxvllm import ModelConfig, startup
 from jaxvllm.convert import CheckpointError, convert_checkpoint, files, hf, load_shards
 from jaxvllm.convert import load as loading
 from jaxvllm.convert.load import Parts
+from jaxvllm.convert.spans import Span, spans
 from jaxvllm.models.params import Table
 from jaxvllm.models.registry import param_table
 from jaxvllm.runtime import upload as uploads
@@ -46,6 +47,13 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ours = tmp_path_factory.mktemp("ours") / "model"
     convert_checkpoint(DATA / request.param, ours)
     return [DATA / request.param, ours]
+
+
+def span_of(data: bytes, stretches: list[tuple[int, int]]) -> Any:
+    def read_into(memory: memoryview) -> None:
+        memory[: len(data)] = data
+
+    return SimpleNamespace(num_bytes=len(data), stretches=stretches, read_into=read_into)
 
 
 def load(folder: Path, table: Table, mesh: jax.sharding.Mesh, dtype: str, upload: Upload | None) -> dict[str, Any]:
@@ -91,11 +99,11 @@ READ = "the disk is gone"
 def failing_load(driver: Host, monkeypatch: pytest.MonkeyPatch, read_fails: bool = False) -> None:
     folder = DATA / NAMES[0]
 
-    def broken(self: files.Piece, out: np.ndarray) -> None:
+    def broken(self: Span, memory: memoryview) -> None:
         raise CheckpointError(folder, [READ])
 
     if read_fails:
-        monkeypatch.setattr(files.Piece, "read_into", broken)
+        monkeypatch.setattr(Span, "read_into", broken)
     with Upload(driver) as upload:
         load(folder, param_table(ModelConfig.from_dir(folder)), make_mesh(1), "float32", upload)
 
@@ -146,14 +154,14 @@ def test_afterwards_nobody_gets_a_buffer_and_none_is_kept(small: None) -> None:
     driver, array = Host(), jax.numpy.zeros(8)
     with Upload(driver) as upload:
         upload.place(lambda index, send: True, (), (8,), np.dtype(np.float32), jax.devices()[0])
-    span: Any = SimpleNamespace(num_bytes=32, stretches=[(0, 32)], read_into=lambda memory: None)
+    span = span_of(bytes(32), [(0, 32)])
     for _ in range(2):
         with pytest.raises(RuntimeError, match="has ended"):
             upload._send(jax.devices()[0], array, span, 0)
 
 
 def test_a_span_larger_than_a_buffer_is_refused(small: None) -> None:
-    span: Any = SimpleNamespace(num_bytes=4100, stretches=[(0, 4100)], read_into=lambda memory: None)
+    span = span_of(bytes(4100), [(0, 4100)])
     with Upload(Host()) as upload, pytest.raises(ValueError, match="4100 bytes doesn't fit into a buffer of 4096"):
         upload._send(jax.devices()[0], jax.numpy.zeros(2000), span, 0)
 
@@ -161,8 +169,7 @@ def test_a_span_larger_than_a_buffer_is_refused(small: None) -> None:
 def test_stretches_of_a_span_come_where_they_belong(small: None) -> None:
     """A span's bytes lie one after another in its file, not in the part."""
     values = np.arange(6, dtype=np.float32)
-    span: Any = SimpleNamespace(num_bytes=24, stretches=[(1004, 8), (1016, 12), (1000, 4)],
-                                read_into=lambda memory: memory.put(range(24), values.view(np.uint8)))  # fmt: skip
+    span = span_of(values.tobytes(), [(1004, 8), (1016, 12), (1000, 4)])
     with Upload(Host()) as upload:
         array = jax.block_until_ready(jax.numpy.zeros(8))
         upload._send(jax.devices()[0], array, span, 1000)
@@ -170,8 +177,7 @@ def test_stretches_of_a_span_come_where_they_belong(small: None) -> None:
 
 
 def test_an_array_lives_until_its_bytes_have_come(small: None) -> None:
-    ones = np.ones(8, np.float32).view(np.uint8)
-    span: Any = SimpleNamespace(num_bytes=32, stretches=[(0, 32)], read_into=lambda memory: memory.put(range(32), ones))
+    span = span_of(np.ones(8, np.float32).tobytes(), [(0, 32)])
     with Upload(Host()) as upload:
         array = jax.block_until_ready(jax.numpy.zeros(8))
         upload._send(jax.devices()[0], array, span, 0)
@@ -256,11 +262,11 @@ def test_without_memory_for_buffers_nobody_waits_for_them(small: None, monkeypat
 
 
 def test_spans_fit_into_buffers() -> None:
-    assert files.PIECE_BYTES <= loading.SPAN_BYTES <= uploads.BUFFER_BYTES
-    stored = files.Stored("x", np.dtype(np.float16), (3 * files.PIECE_BYTES,), Path("x"), 0)
+    assert loading.SPAN_BYTES <= uploads.BUFFER_BYTES
+    stored = files.Stored("x", np.dtype(np.float16), (2 * loading.SPAN_BYTES + 10,), Path("x"), 0)
     for dtype in (np.float16, np.float32):
         out = np.empty(stored.shape, dtype)  # never touched
-        made = list(files.spans(files.fill(stored, out), loading.SPAN_BYTES))
+        made = list(spans(files.fill(stored, out), loading.SPAN_BYTES))
         assert max(span.num_bytes for span in made) == loading.SPAN_BYTES
         assert sum(span.num_bytes for span in made) == out.nbytes
         assert [len(span.stretches) for span in made] == [1] * len(made)
