@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        named = isinstance(error, OSError) and error.filename and error.strerror
+        print(f"error: {error.filename}: {error.strerror}" if named else f"error: {error}", file=sys.stderr)
         return 1
 
 

@@ -97,6 +97,8 @@ def checkpoint_path(model: object) -> Path:
         raise ConfigError(
             f"model is a {type(model).__name__}: give a checkpoint's directory, or a ModelConfig for random weights"
         )
+    if not os.fspath(model):
+        raise ConfigError("model='' is empty; give a folder that holds config.json")
     return Path(model)
 
 

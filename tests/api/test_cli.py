@@ -191,3 +191,14 @@ def test_inspect_says_what_is_wrong_with_the_files(tmp_path: Path, capsys: pytes
     assert cli.main(["inspect", str(folder)]) == 1
     error = capsys.readouterr().err
     assert "MistralForCausalLM" in error and "LlamaForCausalLM (Llama 2 and 3)" in error
+
+
+def test_a_file_that_is_not_there_is_named_without_an_error_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trace", "nowhere.json", "-o", "x.html"]) == 1
+    assert capsys.readouterr().err == "error: nowhere.json: No such file or directory\n"
+
+
+def test_it_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "jaxvllm", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"jaxvllm {jaxvllm.__version__}\n"

@@ -208,6 +208,8 @@ def test_bad_configurations_name_the_field() -> None:
         Engine("/nonexistent/model")
     with pytest.raises(ConfigError, match="model is a NoneType: give a checkpoint's directory"):
         Engine(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="model='' is empty"):
+        Engine("")
     with pytest.raises(ConfigError, match=r"hf download Qwen/Qwen3-0\.6B --local-dir Qwen3-0\.6B"):
         Engine("Qwen/Qwen3-0.6B")
     with pytest.raises(TypeError, match="blocksize"):
