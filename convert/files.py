@@ -145,6 +145,8 @@ class ParallelReader:
         self.stop()
         self._pool.shutdown(cancel_futures=True)  # waits for those that run
         self._opened.close()
+        self._started.clear()
+        self._errors.clear()  # an error knows the frames that it came through, and those know us and parameters
 
     def run(self, jobs: Iterable[Callable[[], None]], num_bytes: int) -> None:
         """Does all jobs; raises the first one's error after none runs any more. Few bytes don't wait for a thread."""
@@ -188,6 +190,8 @@ class ParallelReader:
 
     def _note(self, job: Callable[[], None]) -> None:
         self._room.release()
+        if self._errors or self._stopped:
+            return  # nobody waits for it
         try:
             job()
         except BaseException as error:

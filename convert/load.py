@@ -181,6 +181,7 @@ def load_shards[Placed](
             except BaseException:
                 reader.threads.stop()
                 pool.shutdown(wait=False, cancel_futures=True)
+                futures.clear()  # they know the error, which knows this frame and those of ``place``
                 raise
 
 

@@ -37,12 +37,14 @@ class Span:
 
 
 def spans(pieces: Iterable[Piece], most_bytes: int) -> Iterator[Span]:
-    """The pieces, of any length, in spans of at most most_bytes: cut where they are long, joined where they follow."""
+    """The pieces, of any length, in spans of at most most_bytes, before and after a cast, or of one element: cut where
+    they are long, joined where they follow each other."""
     span = None
     for piece in pieces:
         stored, first, place = piece.stored, piece.first, address(piece.out)
         dtype, left = piece.out.dtype, piece.out.size
-        most, itemsize = most_bytes // dtype.itemsize, dtype.itemsize
+        itemsize = dtype.itemsize
+        most = max(1, most_bytes // max(itemsize, stored.dtype.itemsize))
         while left:
             if span is None or span.stored is not stored or span.first + span.size != first or span.size == most:
                 if span is not None:

@@ -41,9 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(arguments)
     try:
         return args.run(args)
-    except (ValueError, OSError) as error:
-        named = isinstance(error, OSError) and error.filename and error.strerror
+    except OSError as error:
+        named = error.filename and error.strerror
         print(f"error: {error.filename}: {error.strerror}" if named else f"error: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
 
 

@@ -124,7 +124,7 @@ class ModelConfig:
         if not folder.is_dir():
             hub = re.fullmatch(r"[\w.-]+/([\w.-]+)", str(path))
             hint = f"; a Hub name? download it first, e.g. hf download {path} --local-dir {hub[1]}" if hub else ""
-            raise ConfigError(f"model={str(path)!r} is not a directory; give a folder that holds config.json{hint}")
+            raise ConfigError(f"model={str(path)!r} is not a directory; looked at {folder.absolute()}{hint}")
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model={str(path)!r} holds no config.json")
         generation = folder / "generation_config.json"

@@ -232,7 +232,11 @@ def main(arguments: list[str] | None = None, prog: str = "python -m jaxvllm.repl
         try:
             trace = json.loads(path.read_text())
             differences = replay(trace)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            print(f"{path}: {error.strerror}")
+            failed = True
+            continue
+        except (ValueError, KeyError, TypeError) as error:
             print(f"{path}: not a recording that can be replayed: {type(error).__name__}: {error}")
             failed = True
             continue

@@ -29,7 +29,7 @@ from .mosaic_tiles import COLUMNS, ROWS, TRANSFORMS, zeroes_pads
 from .precision import LOG2_E
 from .prefill_mosaic_program import Program
 from .prefill_mosaic_roles import REGISTERS, consume, produce
-from .prefill_mosaic_work import MAX_SEQS, deal, packed, work_table
+from .prefill_mosaic_work import MAX_ITEMS, deal, packed, work_table
 from .shapes import MOSAIC_BLOCK_SIZES, MOSAIC_HEAD_DIMS
 
 HEAD_DIMS = MOSAIC_HEAD_DIMS["ragged_attention"]
@@ -105,8 +105,9 @@ def ragged_attention(
     if pl.cdiv(query_tile * config.heads, ROWS) not in REGISTERS:
         limit = ROWS * max(REGISTERS) // config.heads
         raise ValueError(f"query_tile is {query_tile}; with {config.heads} heads an item the limit is {limit}")
-    if block_tables.shape[0] > MAX_SEQS:
-        raise ValueError(f"block_tables has {block_tables.shape[0]} rows; the mosaic kernel's limit is {MAX_SEQS}")
+    for what, count in (("rows", block_tables.shape[0]), ("items", tile_seq.shape[0] * (q.shape[1] // config.heads))):
+        if count > MAX_ITEMS:
+            raise ValueError(f"{count} {what} a step: the mosaic kernel has {MAX_ITEMS} at most; make steps smaller")
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     plan = block_tables, context_lens, query_start, tile_seq, tile_start
     out = _launch(layers, q, kv, *plan, scale=scale, query_tile=query_tile, config=config, interpret=interpret)

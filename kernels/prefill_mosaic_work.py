@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 _LONG = 1 << 30  # above every context
-MAX_SEQS = 1 << 16  # see `packed`
+MAX_ITEMS = (1 << 16) - 1  # and sequences: see `packed`
 
 
 def work_table(context_lens, query_start, tile_seq, tile_start, query_tile: int) -> jax.Array:

@@ -180,7 +180,8 @@ class Upload:
             buffer.locked = True
         except Exception as error:  # a limit of the system's: then the driver has it copied once more
             logger.info("memory can't be page-locked, so parameters travel slower: %s", error)
-        self._turns.put(buffer)
+        finally:
+            self._turns.put(buffer)
 
 
 @cache

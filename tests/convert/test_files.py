@@ -220,3 +220,19 @@ def test_whatever_an_array_looks_like_its_own_memory_is_filled(shape: tuple[int,
         for piece in sliced or ():
             piece()
         np.testing.assert_array_equal(out, values)
+
+
+def test_nothing_more_is_done_after_a_failure() -> None:
+    done: list[int] = []
+
+    def bad() -> None:
+        raise OSError("the disk is gone")
+
+    def start(reader: ParallelReader) -> None:
+        reader.start([bad])
+        reader.start([partial(done.append, 1)] * 2)
+        reader.finish()
+
+    with ParallelReader(1) as reader, pytest.raises(OSError, match="the disk is gone"):
+        start(reader)
+    assert done == []

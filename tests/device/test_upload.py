@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
-from contextlib import nullcontext
+import time
+import weakref
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -264,13 +267,48 @@ def test_without_memory_for_buffers_nobody_waits_for_them(small: None, monkeypat
 def test_spans_fit_into_buffers() -> None:
     assert loading.SPAN_BYTES <= uploads.BUFFER_BYTES
     stored = files.Stored("x", np.dtype(np.float16), (2 * loading.SPAN_BYTES + 10,), Path("x"), 0)
-    for dtype in (np.float16, np.float32):
+    for dtype in (np.float16, np.float32, np.uint8):  # as it is, widened and narrowed
         out = np.empty(stored.shape, dtype)  # never touched
         made = list(spans(files.fill(stored, out), loading.SPAN_BYTES))
-        assert max(span.num_bytes for span in made) == loading.SPAN_BYTES
+        assert max(max(span.num_bytes, 2 * span.size) for span in made) == loading.SPAN_BYTES
         assert sum(span.num_bytes for span in made) == out.nbytes
         assert [len(span.stretches) for span in made] == [1] * len(made)
 
 
 def test_the_cpu_has_no_upload() -> None:
     assert open_upload(jax.devices()) is None
+
+
+@pytest.mark.parametrize("where", ["read", "place"])
+def test_a_failed_load_keeps_nothing_alive(where: str, small: None) -> None:
+    """Without a pass of the garbage collector: a device may have no room for the next attempt beside it."""
+
+    class Array:
+        pass
+
+    folder, seen = DATA / NAMES[1], []
+    table = param_table(ModelConfig.from_dir(folder))
+
+    def place(info: Any, read: Any) -> Any:
+        array = Array()
+        seen.append(weakref.ref(array))
+
+        def send(span: Any, start: int) -> None:
+            raise OSError("the disk is gone")
+
+        read.stream(tuple(slice(0, n) for n in info.shape), send)
+        if where == "place":
+            raise OSError("the disk is gone")
+        return array
+
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(OSError):
+            load_shards(folder, table, dtype="float32", place=place)
+        deadline = time.monotonic() + 10
+        while any(ref() is not None for ref in seen) and time.monotonic() < deadline:
+            time.sleep(0.01)  # threads of a pool end a little later
+        assert seen and [ref() for ref in seen] == [None] * len(seen)
+    finally:
+        gc.enable()

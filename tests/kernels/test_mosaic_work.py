@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvllm.kernels.prefill_mosaic import PrefillConfig
+from jaxvllm.kernels.prefill_mosaic import PrefillConfig, ragged_attention
 from jaxvllm.kernels.prefill_mosaic_program import Item, Program
 from jaxvllm.kernels.prefill_mosaic_work import deal, packed, work_table
 
@@ -125,3 +125,12 @@ def test_short_items_fill_what_the_long_ones_leave_uneven(chunk: int, context: i
 
 def test_a_step_without_work_gives_nobody_anything() -> None:
     assert items_of(table_of([]), 16, 8, 132) == [[]] * 132
+
+
+def test_more_than_the_tables_hold_is_refused() -> None:
+    q, kv = jnp.zeros((8, 2, 64), jnp.bfloat16), jnp.zeros((1, 2, 4, 1, 16, 64), jnp.bfloat16)
+    none = jnp.zeros(70_000, jnp.int32)
+    for rows, tiles, what in ((4, 70_000, "70000 items"), (70_000, 4, "70000 rows")):
+        plan = none[:rows, None], none[:rows], jnp.zeros(rows + 1, jnp.int32), none[:tiles] - 1, none[:tiles]
+        with pytest.raises(ValueError, match=f"{what} a step: the mosaic kernel has 65535 at most"):
+            ragged_attention(q, kv, 0, *plan, scale=1.0, query_tile=64, interpret=True)
