@@ -224,15 +224,20 @@ def test_whatever_an_array_looks_like_its_own_memory_is_filled(shape: tuple[int,
 
 def test_nothing_more_is_done_after_a_failure() -> None:
     done: list[int] = []
+    go, later = threading.Event(), threading.Event()
 
     def bad() -> None:
+        assert go.wait(10)
         raise OSError("the disk is gone")
 
-    def start(reader: ParallelReader) -> None:
-        reader.start([bad])
-        reader.start([partial(done.append, 1)] * 2)
-        reader.finish()
+    def work() -> None:
+        done.append(1)
+        later.set()
 
-    with ParallelReader(1) as reader, pytest.raises(OSError, match="the disk is gone"):
-        start(reader)
+    with ParallelReader(1) as reader:
+        reader.start([bad, work])
+        go.set()
+        assert not later.wait(0.2)
+        with pytest.raises(OSError, match="the disk is gone"):
+            reader.finish()
     assert done == []
