@@ -241,3 +241,42 @@ def test_nothing_more_is_done_after_a_failure() -> None:
         with pytest.raises(OSError, match="the disk is gone"):
             reader.finish()
     assert done == []
+
+
+def test_who_waits_to_start_is_let_go_when_the_reader_is_closed() -> None:
+    go, ended = threading.Event(), threading.Event()
+    reader = ParallelReader(1)
+
+    def job() -> None:
+        assert go.wait(10)
+
+    def start() -> None:
+        reader.start([job] * 10)
+        ended.set()
+
+    threading.Thread(target=start).start()
+    assert not ended.wait(0.1)
+    closing = threading.Thread(target=reader.close)
+    closing.start()
+    assert ended.wait(10)
+    go.set()
+    closing.join(10)
+    assert not closing.is_alive()
+
+
+def test_a_read_that_brings_less_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of more than 2 GiB does."""
+    values = np.random.default_rng(0).integers(0, 255, 10_000, dtype=np.uint8)
+    values.tofile(tmp_path / "x")
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: preadv(file, [views[0][:777]], at))
+    np.testing.assert_array_equal(Stored("x", values.dtype, values.shape, tmp_path / "x", 0).read(), values)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32])
+def test_pieces_are_small_before_and_after_a_cast(dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIECE_BYTES", 1000)
+    stored = Stored("x", np.dtype(np.float16), (3000,), Path("x"), 0)
+    pieces = list(files.cut(files.fill(stored, np.empty(3000, dtype))))
+    assert max(max(piece.out.nbytes, piece.out.size * 2) for piece in pieces) == 1000
+    assert [piece.first for piece in pieces] == list(range(0, 3000, pieces[0].out.size))

@@ -57,3 +57,13 @@ def test_neighbours_are_read_at_once(tmp_path: Path) -> None:
     rows = [Piece(stored, 25 * row, out[row, 10:35]) for row in range(4)]
     made: list[Span] = list(spans(rows, 120))
     assert [(span.first, span.size, len(span.stretches)) for span in made] == [(0, 60, 3), (60, 40, 2)]
+
+
+def test_a_cast_to_another_kind_of_the_same_size_is_a_cast(tmp_path: Path) -> None:
+    values = np.arange(10, dtype=np.int16)
+    values.tofile(tmp_path / "x")
+    out = np.empty(10, np.float16)
+    (span,) = spans([Piece(Stored("x", values.dtype, (10,), tmp_path / "x", 0), 0, out)], 100)
+    buffer = bytearray(100)
+    span.read_into(memoryview(buffer))
+    assert np.frombuffer(buffer, np.float16, 10).tolist() == values.tolist()

@@ -301,6 +301,7 @@ def others(task: dict[str, Any]) -> Any:
     if task["me"] == 0:  # closing has waited for the others, and deleted what was left
         left = [name for name, _ in client.key_value_dir_get_bytes("jaxvllm")]
         found.append([name for name in left if "/engines/" not in name and "/1/" not in name])  # 1: those that differed
+    client.wait_at_barrier("looked", 60_000)  # the other one's next engine would be seen
     text = (ROOT / "docs" / "several-processes.md").read_text()
     example = text.split("```python\n")[1].split("```")[0].replace("jax.distributed.initialize()", "")
     exec(compile(example, "several-processes.md", "exec"), {})

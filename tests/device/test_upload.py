@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -312,3 +314,34 @@ def test_a_failed_load_keeps_nothing_alive(where: str, small: None) -> None:
         assert seen and [ref() for ref in seen] == [None] * len(seen)
     finally:
         gc.enable()
+
+
+def test_one_parameter_at_a_time_is_prepared(small: None) -> None:
+    first, go, entered = threading.Event(), threading.Event(), []
+
+    def stream(index: Any, send: Any) -> bool:
+        entered.append(index)
+        first.set()
+        return go.wait(10)
+
+    def place(number: int) -> None:
+        upload.place(stream, number, (8,), np.dtype(np.float32), jax.devices()[0])
+
+    with Upload(Host()) as upload, ThreadPoolExecutor(3) as pool:
+        placed = [pool.submit(place, number) for number in range(3)]
+        assert first.wait(10)
+        time.sleep(0.05)
+        assert len(entered) == 1
+        go.set()
+        for future in placed:
+            future.result(10)
+    assert sorted(entered) == [0, 1, 2]
+
+
+def test_buffers_begin_where_a_large_page_does(small: None) -> None:
+    with Upload(Host()) as upload:
+        upload._makers.shutdown()
+        assert len(upload._made) == uploads.NUM_BUFFERS
+        for buffer in upload._made:
+            assert buffer.address % uploads.LARGE_PAGE_BYTES == 0 and len(buffer.data) == uploads.BUFFER_BYTES
+            assert np.frombuffer(buffer.data, np.uint8).ctypes.data == buffer.address
