@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from jaxvllm.config import ModelConfig
 from jaxvllm.models import qwen3
+from tests.examples import demo_output
 from tests.examples.test_experiments import ROOT, run
 from tests.kept_programs import kept_programs
 from tests.xla_flags import MANY_STEPS
@@ -60,17 +61,7 @@ def test_a_held_out_chapter_is_predicted_better_than_by_the_baseline() -> None:
 def test_demo_prints_different_continuations_in_words_of_the_text() -> None:
     result = run("demo.py", xla_flags=MANY_STEPS)
     assert result.returncode == 0, result.stdout + result.stderr
-    lines = [line for line in result.stdout.splitlines() if line.startswith(" " * 6)]
-    texts = " ".join(lines).split("   ... ")[1:]
-    assert len(texts) == len(set(texts)) == 15
-    vocabulary = Tokenizer.from_file(str(TINY_KJV / "tokenizer.json")).get_vocab()
-    whole_words = {token.removeprefix("Ġ").lower() for token in vocabulary if token.startswith("Ġ")}
-    words = ["".join(filter(str.isalpha, word)).lower() for word in " ".join(texts).split() if word != "/"]
-    # of the held-out chapters' words 89 % are single tokens, of random tokens' words 68 %
-    assert sum(word in whole_words for word in words) > 0.8 * len(words)
-    counters = dict(line.split() for line in result.stdout.splitlines() if len(line.split()) == 2)
-    assert int(counters["finished_requests"]) == 15 and int(counters["compiles_after_warmup"]) == 0
-    assert int(counters["prefix_hit_tokens"]) > 0
+    demo_output.check(result.stdout)
 
 
 def test_the_ten_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
