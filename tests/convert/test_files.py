@@ -254,12 +254,14 @@ def test_who_waits_to_start_is_let_go_when_the_reader_is_closed() -> None:
         reader.start([job] * 10)
         ended.set()
 
-    threading.Thread(target=start).start()
+    threading.Thread(target=start, daemon=True).start()
     assert not ended.wait(0.1)
-    closing = threading.Thread(target=reader.close)
+    closing = threading.Thread(target=reader.close, daemon=True)
     closing.start()
-    assert ended.wait(10)
-    go.set()
+    try:
+        assert ended.wait(10)
+    finally:
+        go.set()
     closing.join(10)
     assert not closing.is_alive()
 

@@ -95,15 +95,17 @@ def test_a_program_reads_what_it_was_dealt(lanes: int) -> None:
 
 
 def test_an_item_is_unpacked_to_the_last_bit() -> None:
-    work = np.zeros((3, 5), np.int32)
-    work[2] = 65_535, 70_000, 192, 130_000, 130_192
+    work = np.zeros((400, 5), np.int32)
+    work[299] = 65_535, 70_000, 192, 130_000, 130_192
+    work[301] = 40_000, 70_192, 1, 131_070, 131_071
     rows, deals = packed(jnp.asarray(work), jnp.array([[300, 301, 65_000]], jnp.int32))
     config = PrefillConfig(1, tile=KV_TILE, num_stages=2, num_sms=1)
     q = jax.ShapeDtypeStruct((8, 1, 64), jnp.bfloat16)
     program = Program(config, 1.0, 2, 1, 1, True, jnp.int32(0), None, q, None, None, None, rows, deals, *[None] * 9)
-    item = Item(*program.item(jnp.int32(299), *deals[0]))  # a long one, beyond the table: its last row
-    fields = item.seq, item.start, item.count, item.position, item.context
-    assert [int(field) for field in fields] == work[2].tolist()
+    for number, row in ((299, 299), (300, 301)):  # the last long one, the first short one
+        item = Item(*program.item(jnp.int32(number), *deals[0]))
+        fields = item.seq, item.start, item.count, item.position, item.context
+        assert [int(field) for field in fields] == work[row].tolist()
     long_ones, everybody = 300, 65_300
     assert int(deals[0, 1] & 0xFFFF) == long_ones and int(program.each_item(lambda *_: None)[0]) == everybody
 
