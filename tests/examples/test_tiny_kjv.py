@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 from jaxvllm.config import ModelConfig
 from jaxvllm.models import qwen3
 from tests.examples import demo_output
+from tests.examples.demo_output import TINY_KJV
 from tests.examples.test_experiments import ROOT, run
 from tests.kept_programs import kept_programs
 from tests.xla_flags import MANY_STEPS
 
-TINY_KJV = ROOT / "examples" / "tiny-kjv"
 MAX_BYTES = 8_000_000
 CLEAR_MARGIN = 0.97  # of the baseline's bits per byte
 # Psalms 148 is chapter 625 in the file, 625 % 30 == 25: held out. This is kneser_ney.py's figure for it alone.
